@@ -1,6 +1,6 @@
 """What activation checkpointing, offload and dropout cost: memory by the formula, and time measured.
 
-    OMP_NUM_THREADS=1 python benchmarks/activation_memory.py [--rounds 5]
+    OMP_NUM_THREADS=1 python -m benchmarks activation_memory [--rounds 5]
 
 The time is CPU time of forward and backward pass relative to no checkpointing, median of rounds in which all modes
 take turns. On a CPU offload only copies: its time says nothing about a GPU, where a side stream copies.
@@ -9,13 +9,12 @@ tests/parallel/test_activation_estimate.py compares the formula with the bytes t
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import time
+from functools import partial
 from typing import Any
 
 import torch
+from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns
 from torch import Tensor
 
 from zero2all.model.cost.activations import activation_bytes
@@ -49,9 +48,7 @@ def build(parallel: dict[str, Any], changes: dict[str, Any]) -> ParallelModel:
 
 
 def seconds(model: ParallelModel, tokens: Tensor) -> float:
-    begin = time.process_time()
-    model.forward_backward(tokens[:, :-1], tokens[:, 1:], tokens.numel())
-    return time.process_time() - begin
+    return cpu_seconds(model.forward_backward, tokens[:, :-1], tokens[:, 1:], tokens.numel())
 
 
 def estimated(model: ParallelModel) -> int:
@@ -64,29 +61,20 @@ def estimated(model: ParallelModel) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     tokens = torch.randint(0, 4096, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     models = {name: build(*options) for name, options in MODES.items()}
-    times: dict[str, list[float]] = {name: [] for name in MODES}
-    for number in range(rounds + 1):
-        for name, model in models.items():
-            taken = seconds(model, tokens)
-            if number:  # after one to warm up
-                times[name].append(taken)
+    times = take_turns({name: partial(seconds, model, tokens) for name, model in models.items()}, rounds, warm_up=1)
     plain = statistics.median(times["none"])
     flops = flops_per_token(models["none"].config, LENGTH)
-    lines = ["| mode | formula | time | hardware FLOPs |", "|---|---|---|---|"]
+    rows = []
     for name, model in models.items():
         mode = model.recipe.activation_checkpointing
         assert mode != "budget"
         hardware = flops.hardware(mode, every=model.recipe.activation_checkpointing_every)
         ratio = statistics.median(times[name]) / plain
         again = hardware / flops.hardware()
-        lines.append(f"| {name} | {estimated(model) / 2**20:.1f} MiB | {ratio:.2f} | {again:.2f} |")
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        rows.append((name, f"{estimated(model) / 2**20:.1f} MiB", f"{ratio:.2f}", f"{again:.2f}"))
+    show(markdown_table(("mode", "formula", "time", "hardware FLOPs"), rows))

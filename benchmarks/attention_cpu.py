@@ -1,6 +1,6 @@
 """Forms of causal attention on a CPU, forward and backward, by length: what ``model.ops.attention=sdpa`` chooses from.
 
-    python benchmarks/attention_cpu.py                              # fp32 and bf16, 64 to 1024 tokens, one thread
+    python -m benchmarks attention_cpu                              # fp32 and bf16, 64 to 1024 tokens, one thread
 
 Contenders: torch's kernel as it is (sdpa), what the model uses (ours), and plain matrix products in the type of the
 inputs that keep all scores (plain). They take turns; a time is the fastest of ``--rounds``, in CPU seconds of one
@@ -10,15 +10,13 @@ time that it measured itself: a resumed run must compute the same.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
 
 import torch
+from benchmarks.common import benchmark_parser, show_json, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,7 +53,7 @@ def seconds(attend: Attend, inputs: list[Tensor], grad: Tensor) -> tuple[float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=64)
@@ -72,15 +70,11 @@ def main() -> None:
             inputs, grad = [tensor.requires_grad_() for tensor in made[:3]], made[3]
             mask = torch.full((length, length), -math.inf, dtype=dtype).triu(1)
             contenders: dict[str, Attend] = {"sdpa": sdpa, "ours": ours, "plain": functools.partial(plain, mask)}
-            best = dict.fromkeys(contenders, (math.inf, math.inf))
-            for _ in range(options.rounds):
-                for name, attend in contenders.items():
-                    forward, backward = seconds(attend, inputs, grad)
-                    best[name] = (min(best[name][0], forward), min(best[name][1], backward))
+            times = take_turns(
+                {name: functools.partial(seconds, attend, inputs, grad) for name, attend in contenders.items()},
+                options.rounds,
+            )
+            best = {name: map(min, zip(*found, strict=True)) for name, found in times.items()}
             milliseconds = {name: [round(1000 * value, 1) for value in both] for name, both in best.items()}
             row = {"dtype": str(dtype), "length": length, "forward and backward, ms": milliseconds}
-            sys.stdout.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            show_json(row)

@@ -1,6 +1,6 @@
 """Time to load a checkpoint, against reading the same bytes from the same disk.
 
-    python benchmarks/checkpoint_load.py --work /tmp/load --gib 3
+    python -m benchmarks checkpoint_load --work /tmp/load --gib 3
 
 Writes a checkpoint of that size once, on one rank and on two, and then loads it and reads it, in processes of their own
 and with a cold page cache (its pages are dropped with posix_fadvise) as well as a warm one. Lines: seconds of the
@@ -10,16 +10,14 @@ a restart does at the same time if there is an older checkpoint, is a column of 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from benchmarks.common import benchmark_parser, show_json, wall_seconds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -45,9 +43,7 @@ def shards(gib: float) -> dict[str, torch.Tensor]:
 
 
 def write(directory: Path, gib: float) -> float:
-    begin = time.perf_counter()
-    CheckpointStore(directory).write(1, shards(gib), STATE, UNKNOWN_LINEAGE, RankGroup())
-    return time.perf_counter() - begin
+    return wall_seconds(CheckpointStore(directory).write, 1, shards(gib), STATE, UNKNOWN_LINEAGE, RankGroup())
 
 
 def drop_pages(directory: Path) -> None:
@@ -89,18 +85,13 @@ def measure(directory: Path, gib: float) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=3.0)
     options = parser.parse_args()
     for ranks in (1, 2):
         directory = options.work / str(ranks)
         written = run_ranks(ranks, write, directory, options.gib, seconds=900)
-        sys.stdout.write(json.dumps({"ranks": ranks, "gib": options.gib, "write": round(max(written), 2)}) + "\n")
+        show_json({"ranks": ranks, "gib": options.gib, "write": round(max(written), 2)})
         for line in run_ranks(ranks, measure, directory, options.gib, seconds=900)[0]:
-            sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+            show_json(line)

@@ -1,6 +1,6 @@
 """What a checkpoint costs a training step: the stall of a flash checkpoint, and steps while one is being written.
 
-    python benchmarks/checkpoint_stall.py --out bench
+    python -m benchmarks checkpoint_stall --out bench
 
 Measured in turns, so that a machine that is busy for a while is busy for all: a flash checkpoint, a bare copy of the
 same bytes to memory that is there already, a synchronous torch.save of the same state with fsync; then steps with and
@@ -9,17 +9,15 @@ without a durable checkpoint being written in the background. Medians count.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common import benchmark_parser, show, show_json, wall_seconds
 
 from zero2all.bench.report_files import write_report
 from zero2all.checkpoint import SHM_DIRECTORY, CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup
@@ -59,15 +57,8 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
     for step in range(1, rounds + 2):
         flash = manager.save(step, {}, durable=False)
         manager.wait_until_saved()  # the checksum is computed off the training path, but must not disturb the next time
-        begin = time.perf_counter()
-        target.copy_(source)
-        copied = time.perf_counter() - begin
-        begin = time.perf_counter()
-        with open(directory / "sync.pt", "wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        saved = time.perf_counter() - begin
+        copied = wall_seconds(target.copy_, source)
+        saved = wall_seconds(save_synchronously, state, directory / "sync.pt")
         if step > 1:  # the first makes the slots
             for name, seconds in (("flash", flash), ("memcpy", copied), ("torch_save", saved)):
                 found[name].append(seconds)
@@ -79,6 +70,13 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
         "flash_to_memcpy": middle["flash"] / middle["memcpy"],
         "torch_save_to_flash": middle["torch_save"] / middle["flash"],
     }
+
+
+def save_synchronously(state: Any, path: Path) -> None:
+    with open(path, "wb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", default="z2all-25m")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -141,7 +139,8 @@ def main() -> None:
     text = markdown(report)
     if options.out is not None:
         write_report(options.out, "checkpoint-stall", report, text)
-    sys.stdout.write(text + "\n" + json.dumps(report) + "\n")
+    show(text)
+    show_json(report)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -163,7 +162,3 @@ def markdown(report: dict[str, Any]) -> str:
             f"{persist['write_seconds']:.1f} s a write |",
         ]
     )
-
-
-if __name__ == "__main__":
-    main()

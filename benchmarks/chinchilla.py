@@ -1,6 +1,6 @@
 """Chinchilla's law: compute-optimal models, and a model that is trained on more tokens than that.
 
-    python benchmarks/chinchilla.py
+    python -m benchmarks chinchilla
 
 Computed from the published law. The tables are in docs/plan.md.
 """
@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero2all.console import say
+from benchmarks.common import benchmark_parser, markdown_table, show
+
 from zero2all.units import show_count
 
 
@@ -95,12 +96,15 @@ def _optimal_parameters(loss: float) -> float:
 
 
 def main() -> None:
-    for best in compute_optimal_table():
-        say(f"| {show_count(best.parameters)} | {show_count(best.tokens)} | {best.compute:.2e} | {best.loss:.3f} |")
+    benchmark_parser(__doc__).parse_args()
+    optimal = [
+        (show_count(row.parameters), show_count(row.tokens), f"{row.compute:.2e}", f"{row.loss:.3f}")
+        for row in compute_optimal_table()
+    ]
+    show(markdown_table(("parameters", "tokens", "FLOPs", "loss"), optimal) + "\n")
+    over = []
     for row in over_training_table(7e9):
-        optimal = f"{row.optimal_parameters / 1e9:.1f}B | {row.extra_compute:.2f}x"
-        say(f"| {row.tokens_per_parameter} | {row.compute:g}x | {row.loss:.3f} | {optimal} |")
-
-
-if __name__ == "__main__":
-    main()
+        same_loss = f"{row.optimal_parameters / 1e9:.1f}B", f"{row.extra_compute:.2f}x"
+        over.append((row.tokens_per_parameter, f"{row.compute:g}x", f"{row.loss:.3f}", *same_loss))
+    head = "tokens per parameter", "compute", "loss", "optimal model of this loss", "compute against it"
+    show(markdown_table(head, over))

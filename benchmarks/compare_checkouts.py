@@ -1,8 +1,8 @@
 """Two checkouts compute the same: losses, parameters, checkpoints and records of tiny runs, to the last bit.
 
     git worktree add /tmp/before <commit>
-    python benchmarks/compare_checkouts.py /tmp/before .
-    python benchmarks/compare_checkouts.py /tmp/before . --only dense moe
+    python -m benchmarks compare_checkouts /tmp/before .
+    python -m benchmarks compare_checkouts /tmp/before . --only dense moe
 
 For a refactor. Each checkout builds the corpus, the tokenizer and the tokens from the same generated text and trains
 every case of its own benchmarks/compare/cases.yaml, so recipe keys may differ between the two. Then the second checkout
@@ -11,7 +11,6 @@ resumes, samples from and reports the runs of the first. One thread, one machine
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from benchmarks.common import benchmark_parser, show
 
 # Measurements of the machine: their keys are compared, their values are not.
 MEASURED = {
@@ -161,7 +161,7 @@ def resumed(old: Checkout, new: Checkout, case: Case, out: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
@@ -188,11 +188,6 @@ def main() -> None:
             loss = [line["loss"] for lines in before.values() for line in lines if "loss" in line][-1]
             verdict = "DIFFERS" if found else "equal"
             line = f"{case.name:10} {case.ranks} ranks  {len(before)} facts  last loss {loss}  {verdict}"
-            sys.stdout.write("\n  ".join([line, *found]) + "\n")
-            sys.stdout.flush()
+            show("\n  ".join([line, *found]))
             failed |= bool(found)
     sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main()

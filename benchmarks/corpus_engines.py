@@ -1,6 +1,6 @@
 """The same corpus built by local processes and by Ray: wall time, and how soon the first part is on disk.
 
-    python benchmarks/corpus_engines.py --text TEXT/zh TEXT/en TEXT/code --work /tmp/engines
+    python -m benchmarks corpus_engines --text TEXT/zh TEXT/en TEXT/code --work /tmp/engines
 
 The input is the text repeated to 200 MB, each copy with another last line, so that none is a duplicate. Ray
 starts a cluster of its own on this machine and leaves one core free. How soon the first part is there is measured on
@@ -9,7 +9,6 @@ the first megabyte, since a part is one file.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import shutil
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, show_json
 
 from zero2all.corpus.ingest import document_texts
 
@@ -59,7 +60,7 @@ def build(work: Path, raw: Path, *options: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--text", nargs="+", required=True, help="files or directories to take text from")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=200)
@@ -74,10 +75,5 @@ def main() -> None:
         large = build(options.work, options.work / "raw", "--engine", engine)
         metrics = {"first_part_seconds": small["first_part_seconds"], "seconds": large["seconds"]}
         speed = round(options.megabytes / large["seconds"], 1)
-        sys.stdout.write(json.dumps({"engine": engine, **metrics, "mb_per_second": speed}) + "\n")
-        sys.stdout.flush()
+        show_json({"engine": engine, **metrics, "mb_per_second": speed})
     shutil.rmtree(options.work)
-
-
-if __name__ == "__main__":
-    main()

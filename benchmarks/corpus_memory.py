@@ -1,6 +1,6 @@
 """Peak memory of reading one large file: a JSON array, JSONL and Parquet of 1 GB and 4 GB, made by repetition.
 
-    python benchmarks/corpus_memory.py --text TEXT/zh/wiki2019zh_style/wiki_zh_00.jsonl --work /tmp/memory
+    python -m benchmarks corpus_memory --text TEXT/zh/wiki2019zh_style/wiki_zh_00.jsonl --work /tmp/memory
 
 Each file is read in a process of its own; the result is that process's peak resident memory.
 """
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from benchmarks.common import benchmark_parser, peak_bytes, run_child, show_json
 
 from zero2all.corpus.part_files import PartTask, write_part
 from zero2all.corpus.readers import RawFile
@@ -44,18 +42,17 @@ def read_one(path: Path, out: Path) -> None:
     start = time.perf_counter()
     task = PartTask(SourceRecipe(name="s", paths=[str(path)]), (RawFile.from_path(path),), path.name)
     sidecar = write_part(task, [], out / path.stem)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.perf_counter() - start
     metrics = {
         "documents": sidecar.documents,
-        "peak_mb": round(peak / 1e6),
+        "peak_mb": round(peak_bytes() / 1e6),
         "mb_per_second": round(path.stat().st_size / 1e6 / seconds),
     }
-    sys.stdout.write(json.dumps({"file": path.name, "bytes": path.stat().st_size, **metrics}) + "\n")
+    show_json({"file": path.name, "bytes": path.stat().st_size, **metrics})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--text", type=Path, help="JSONL to repeat")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4])
@@ -70,9 +67,5 @@ def main() -> None:
         for gigabytes in options.gigabytes:
             path = options.work / f"{kind}-{round(1000 * gigabytes)}MB.{extension}"
             make_file(kind, int(gigabytes * 1e9), records, path)
-            subprocess.run([sys.executable, __file__, "--work", options.work / "out", "--read", path], check=True)
+            run_child("corpus_memory", "--work", options.work / "out", "--read", path)
             path.unlink()
-
-
-if __name__ == "__main__":
-    main()

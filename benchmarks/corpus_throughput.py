@@ -1,6 +1,6 @@
 """Where the time of a corpus build goes: reading by shape, every filter, and the stages on two workers.
 
-    python benchmarks/corpus_throughput.py --corpus TEXT --work /tmp/throughput > throughput.md
+    python -m benchmarks corpus_throughput --corpus TEXT --work /tmp/throughput > throughput.md
 
 Ingest is reading, parsing, mapping to the schema and assigning gids, into Arrow batches, without cleaning and without
 writing. It is measured against a minimal baseline for the same text (orjson per line, orjson for a full array, pyarrow
@@ -10,14 +10,13 @@ for ingest, and of text in UTF-8 everywhere else.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +25,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
+from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns, wall_seconds
 
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import Document
@@ -64,29 +64,8 @@ STAGES = {
 }
 
 
-def say(text: str = "") -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    say(f"| {' | '.join(head)} |")
-    say(f"|{'---|' * len(head)}")
-    for row in rows:
-        say(f"| {' | '.join(str(cell) for cell in row)} |")
-    say()
-
-
-def cpu_seconds(function: Callable[[], object]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def in_turns(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Median CPU seconds of each, all measured in every round."""
-    times = [[cpu_seconds(function) for function in functions] for _ in range(rounds)]
-    return [median(of_one) for of_one in zip(*times, strict=True)]
+def show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    show(f"{title}:\n\n{markdown_table(head, rows)}\n")
 
 
 def make_files(corpus: Path, work: Path, megabytes: float) -> dict[str, Path]:
@@ -154,12 +133,14 @@ def measure_ingest(files: dict[str, Path], rounds: int, work: Path) -> None:
         def written(made: list[pa.RecordBatch] = made) -> None:
             write(made, work / "written.parquet")
 
-        plain, ours, hashed, stored = in_turns(rounds, lambda path=path: bare(path), ingest, hashes, written)  # type: ignore[misc]
+        sides = {"bare": partial(bare, path), "ours": ingest, "hashes": hashes, "written": written}
+        times = take_turns({name: partial(cpu_seconds, side) for name, side in sides.items()}, rounds)
+        plain, ours, hashed, stored = map(median, times.values())
         size, text = path.stat().st_size / 1e6, sum(map(len, texts)) / 1e6
         shares = f"{size / plain:.0f}", f"{size / ours:.0f}", f"{plain / ours:.2f}", f"{hashed / ours:.0%}"
         rows.append((shape, f"{size:.0f}", *shares, f"{text / stored:.0f}"))
-    say("Ingest, one process, MB of the file per CPU-second:\n")
-    table(("shape", "MB", "bare", "ingest", "ratio", "of it the hash of the gid", "writing Parquet (zstd)"), rows)
+    head = ("shape", "MB", "bare", "ingest", "ratio", "of it the hash of the gid", "writing Parquet (zstd)")
+    show_table("Ingest, one process, MB of the file per CPU-second", head, rows)
 
 
 def measure_filters(corpus: Path) -> None:
@@ -189,7 +170,6 @@ def measure_filters(corpus: Path) -> None:
                             break
                         if isinstance(result, Change):
                             document = replace(document, content=result.content)
-    say("Filters of the default list, one process, MB of text per second, and documents dropped:\n")
     names = ["classify_text", *(one.name for one in filters)]
     for kind in KINDS:
         sizes["classify_text", kind], seen["classify_text", kind] = sizes["normalize", kind], seen["normalize", kind]
@@ -204,7 +184,8 @@ def measure_filters(corpus: Path) -> None:
     for kind in KINDS:
         cells += [f"{sizes['normalize', kind] / 1e6 / sum(seconds[name, kind] for name in names):.0f}", ""]
     rows.append(("all together", *cells))
-    table(("filter", *(part for kind in KINDS for part in (kind, "dropped"))), rows)
+    title = "Filters of the default list, one process, MB of text per second, and documents dropped"
+    show_table(title, ("filter", *(part for kind in KINDS for part in (kind, "dropped"))), rows)
 
 
 @dataclass(frozen=True)
@@ -234,10 +215,11 @@ def measure_build(corpus: Path, work: Path, workers: int) -> tuple[Path, Path]:
     start = time.perf_counter()
     build_tokens(TokensRecipe(), work / "documents", work / "tokenizer", work / "tokens", engine)
     encoded = time.perf_counter() - start
-    say(f"Stages, local engine, {workers} workers, wall seconds; {read:.0f} MB of text read, {kept:.0f} MB kept:\n")
+    sizes = f"{read:.0f} MB of text read, {kept:.0f} MB kept"
     rows = [(stage, f"{taken:.1f}", f"{read / taken:.0f}") for stage, taken in engine.seconds.items()]
     rows.append(("total, with overhead", f"{built + encoded:.1f}", f"{read / (built + encoded):.1f}"))
-    table(("stage", "seconds", "MB/s"), rows)
+    title = f"Stages, local engine, {workers} workers, wall seconds; {sizes}"
+    show_table(title, ("stage", "seconds", "MB/s"), rows)
     return work / "documents", work / "tokenizer"
 
 
@@ -255,20 +237,15 @@ def measure_tokens(documents: Path, tokenizer: Path, work: Path, rounds: int) ->
         shutil.rmtree(work / "tokens")
         build_tokens(TokensRecipe(), documents, tokenizer, work / "tokens")
 
-    times = []
-    for _ in range(rounds):
-        for function in (plain, ours):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-    bare_seconds, our_seconds = median(times[::2]), median(times[1::2])
-    say("Tokenizing, one process with the threads of the engine, wall MB/s:\n")
+    times = take_turns({"bare": partial(wall_seconds, plain), "ours": partial(wall_seconds, ours)}, rounds)
+    bare_seconds, our_seconds = map(median, times.values())
     row = f"{size / bare_seconds:.1f}", f"{size / our_seconds:.1f}", f"{bare_seconds / our_seconds:.2f}"
-    table(("bare `encode_batch_fast`", "`z2a tokens build`", "ratio"), [row])
+    title = "Tokenizing, one process with the threads of the engine, wall MB/s"
+    show_table(title, ("bare `encode_batch_fast`", "`z2a tokens build`", "ratio"), [row])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="the shared test corpus")
     parser.add_argument("--work", type=Path, required=True, help="a directory that is emptied")
     parser.add_argument("--megabytes", type=float, default=40, help="of each file for ingest")
@@ -286,7 +263,3 @@ def main() -> None:
         documents, tokenizer = measure_build(options.corpus, options.work, options.workers)
         measure_tokens(documents, tokenizer, options.work, options.rounds)
     shutil.rmtree(options.work)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """How long OpenMP threads should spin at a barrier: the quickstart's training step, alone and beside busy processes.
 
-    python benchmarks/cpu_threads.py            # under 4 minutes; the machine must be idle otherwise
-    python benchmarks/cpu_threads.py --spins 300 3000 --seconds 3 --rounds 6 --beside 2
+    python -m benchmarks cpu_threads            # under 4 minutes; the machine must be idle otherwise
+    python -m benchmarks cpu_threads --spins 300 3000 --seconds 3 --rounds 6 --beside 2
 
 Every setting has a process of its own that lives from beginning to end, and they take turns, so that all see the same
 machine. ``default`` is libgomp's own (GOMP_SPINCOUNT unset), ``passive`` is OMP_WAIT_POLICY=PASSIVE. Beside the step
@@ -20,7 +20,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, command, markdown_table, median_ratio, show, show_json, take_turns
 
 BUSY = "from zero2all.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
 UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
@@ -32,10 +35,10 @@ class Contender:
 
     def __init__(self, settings: dict[str, str]) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in UNSET}
-        command = [sys.executable, __file__, "--contender"]
         self.process = subprocess.Popen(
-            command, env=environment | settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            command("cpu_threads", "--contender"), env=environment | settings, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def run(self, seconds: float) -> float:
         assert self.process.stdin is not None
@@ -59,8 +62,7 @@ def contend() -> None:
             step.run()
             steps += 1
         speed = steps * recipe.train.tokens_per_step / (time.monotonic() - begin)
-        sys.stdout.write(f"{speed}\n")
-        sys.stdout.flush()
+        show(f"{speed}")
 
 
 @contextmanager
@@ -75,28 +77,24 @@ def busy(count: int) -> Iterator[None]:
 
 
 def turns(contenders: dict[str, Contender], rounds: int, seconds: float, beside: int) -> Speeds:
-    speeds: Speeds = {name: [] for name in contenders}
     with busy(beside):
-        for _ in range(rounds):
-            for name, contender in contenders.items():
-                speeds[name].append(contender.run(seconds))
-    return speeds
+        return take_turns({name: partial(one.run, seconds) for name, one in contenders.items()}, rounds)
 
 
 def table(measured: dict[int, Speeds]) -> str:
-    heads = [f"tokens/s beside {beside} | of default" for beside in measured]
-    lines = [f"| setting | {' | '.join(heads)} |", f"|---|{'---|---|' * len(heads)}"]
+    head = ["setting", *(cell for beside in measured for cell in (f"tokens/s beside {beside}", "of default"))]
+    rows = []
     for name in next(iter(measured.values())):
         cells = [name]
         for speeds in measured.values():
-            ratios = [own / default for own, default in zip(speeds[name], speeds["default"], strict=True)]
-            cells += [f"{statistics.median(speeds[name]):,.0f}", f"{statistics.median(ratios):.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            ratio = median_ratio(speeds[name], speeds["default"])
+            cells += [f"{statistics.median(speeds[name]):,.0f}", f"{ratio:.2f}"]
+        rows.append(cells)
+    return markdown_table(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--spins", type=int, nargs="*", default=[300, 1000, 3000, 10_000])
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
     parser.add_argument("--rounds", type=int, default=5)
@@ -117,9 +115,5 @@ def main() -> None:
         for contender in contenders.values():
             contender.process.kill()
             contender.process.wait()
-    sys.stdout.write(table(measured) + "\n")
-    sys.stdout.write(json.dumps(measured) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show(table(measured))
+    show_json(measured)

@@ -1,6 +1,6 @@
 """Decoding of random models against ``transformers.generate``: the same weights, type, prompt and CPU, in turns.
 
-    python benchmarks/decode.py [--threads 2] [--shapes 25m 300m] [--dtypes f32 bf16] [--tokens 48]
+    python -m benchmarks decode [--threads 2] [--shapes 25m 300m] [--dtypes f32 bf16] [--tokens 48]
 
 Prints tokens a second after the prefill (the median of three), the ratio, and how fast weights are read beside how fast
 this machine reads memory: one token needs all weights once, so that ratio cannot be above 1.
@@ -8,16 +8,15 @@ this machine reads memory: one token needs all weights once, so that ratio canno
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.common import benchmark_parser, median_ratio, show, take_turns, wall_seconds
 
 from zero2all.generation.rank_model import LocalModel
 from zero2all.model import KVCache, Z2all, export_hf
@@ -58,16 +57,14 @@ def ours(model: Z2all, batch: int, tokens: int) -> float:
 def theirs(model: Any, batch: int, tokens: int) -> float:
     ids = prompt(batch)
 
-    def seconds(count: int) -> float:
-        begin = time.perf_counter()
+    def generate(count: int) -> None:
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
             pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
-        return time.perf_counter() - begin
 
-    short = seconds(2)
-    return (tokens - 2) * batch / (seconds(tokens) - short)
+    short = wall_seconds(generate, 2)
+    return (tokens - 2) * batch / (wall_seconds(generate, tokens) - short)
 
 
 def memory_speed() -> float:
@@ -80,13 +77,8 @@ def memory_speed() -> float:
     return 4 * values.nbytes / (time.perf_counter() - begin)
 
 
-def show(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -107,18 +99,14 @@ def main() -> None:
             unread = 0 if model.config.tie_word_embeddings else model.embed_tokens.weight.numel()
             size = (sum(p.numel() for p in model.parameters()) - unread) * DTYPES[name].itemsize
             for batch in (1, 8):
-                sides: list[Callable[[], float]] = [
-                    lambda model=model, batch=batch: ours(model, batch, options.tokens),
-                    lambda other=other, batch=batch: theirs(other, batch, options.tokens),
-                ]
-                rounds = [[side() for side in sides] for _ in range(ROUNDS + 1)][1:]
-                speed, reference = (median(values) for values in zip(*rounds, strict=True))
+                sides = {
+                    "ours": partial(ours, model, batch, options.tokens),
+                    "theirs": partial(theirs, other, batch, options.tokens),
+                }
+                speeds, references = take_turns(sides, ROUNDS, warm_up=1).values()
+                speed, reference = median(speeds), median(references)
                 show(
                     f"| {shape} | {name} | {batch} | {speed:.1f} | {reference:.1f} | "
-                    f"{median(a / b for a, b in rounds):.2f} | {speed / batch * size / 1e9:.1f} GB/s | "
+                    f"{median_ratio(speeds, references):.2f} | {speed / batch * size / 1e9:.1f} GB/s | "
                     f"{memory_speed() / 1e9:.1f} GB/s |"
                 )
-
-
-if __name__ == "__main__":
-    main()

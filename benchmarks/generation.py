@@ -1,7 +1,7 @@
 """Text generation: tokens per second of batches, of one prompt at a time, and of transformers' ``generate``.
 
-    python benchmarks/generation.py                                    # 200 prompts, 300 tokens each
-    python benchmarks/generation.py --prompts 64 --max-tokens 60 --rounds 3
+    python -m benchmarks generation                                    # 200 prompts, 300 tokens each
+    python -m benchmarks generation --prompts 64 --max-tokens 60 --rounds 3
 
 A z2all-3m model with random weights, which hardly ever ends a text early, in fp32; prompts of 5 to 30 tokens,
 temperature 0.8, top-k 50. The contenders take turns. Other work on the machine changes the tokens of a CPU second less
@@ -10,9 +10,7 @@ than those of a second. transformers reads the export of the same model, with pr
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from benchmarks.common import benchmark_parser, show
 
 from zero2all.generation import SamplingParams, generate_batch
 from zero2all.model import Z2all
@@ -43,7 +42,7 @@ class LetterTokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__)
     for name, default in (("prompts", 200), ("max-tokens", 300), ("batch-size", 64), ("rounds", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -66,14 +65,13 @@ def main() -> None:
     contenders["transformers, the same batches"] = lambda: generate_theirs(
         theirs, prompts, options.batch_size, options.max_tokens
     )
-    sys.stdout.write(f"{torch.get_num_threads()} threads; tokens a second, and a CPU second\n")
+    show(f"{torch.get_num_threads()} threads; tokens a second, and a CPU second")
     for _ in range(options.rounds):
         for name, run in contenders.items():
             wall, cpu = time.perf_counter(), time.process_time()
             tokens = run()
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            sys.stdout.write(f"{name:<32} {tokens / wall:8.0f} {tokens / cpu:8.0f}  ({tokens} in {wall:.1f} s)\n")
-            sys.stdout.flush()
+            show(f"{name:<32} {tokens / wall:8.0f} {tokens / cpu:8.0f}  ({tokens} in {wall:.1f} s)")
 
 
 def load_transformers(model: Z2all, directory: Path) -> Any:
@@ -103,7 +101,3 @@ def generate_theirs(theirs: Any, prompts: list[list[int]], batch_size: int, max_
         ended = (out == 0).cumsum(1) > 0  # the end-of-text token and the padding after it
         generated += int((~ended).sum() + ended.any(1).sum())
     return generated
-
-
-if __name__ == "__main__":
-    main()

@@ -7,4 +7,4 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$here/../src:$here/..${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" "$here/gpu_report.py" "$@"
+exec "${PYTHON:-python3}" -m benchmarks gpu_report "$@"

@@ -1,7 +1,9 @@
-"""Runs the sections of ``gpu.sh`` one after another, each in a process of its own with a time limit, and writes one
-report. A section that fails or takes too long is in the report with what it had measured, and the next one runs.
+"""What a machine with 1 or 8 GPUs shows of zero2all, in one report; ``gpu.sh`` runs it.
 
-    python -m benchmarks.gpu_report --device cuda --out gpu-report.md
+The sections of gpu_sections.py run one after another, each in a process of its own with a time limit. One that fails or
+takes too long is in the report with what it had measured, and the next one runs.
+
+    python -m benchmarks gpu_report --device cuda --out gpu-report.md
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common import benchmark_parser, command, markdown_table, show
 
 SECTIONS = {  # name: seconds that it may take
     "environment": 60,
@@ -55,11 +58,11 @@ class SectionResult:
 
 def run_section(name: str, options: argparse.Namespace, work: Path) -> SectionResult:
     out, log = work / f"{name}.json", work / f"{name}.log"
-    command = [sys.executable, "-m", "benchmarks.gpu_sections", name, "--device", options.device]
-    command += ["--ranks", str(options.ranks), "--work", str(work), *(["--tiny"] if options.tiny else [])]
+    words = command("gpu_sections", name, "--device", options.device, "--ranks", options.ranks, "--work", work)
+    words += ["--tiny"] if options.tiny else []
     begin, status = time.monotonic(), "ok"
     with open(log, "wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        process = subprocess.Popen(words, stdout=stream, stderr=stream, start_new_session=True)
         try:
             code = process.wait(SECTIONS[name] * options.patience)
             status = "ok" if code == 0 else f"failed with status {code}"
@@ -106,8 +109,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
         return ["Nothing was measured."]
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return lines + [f"| {' | '.join(_cell(row.get(key)) for key in columns)} |" for row in rows]
+    return [markdown_table(columns, ([_cell(row.get(key)) for key in columns] for row in rows))]
 
 
 def _cell(value: Any) -> str:
@@ -116,7 +118,7 @@ def _cell(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few steps, to try the script itself")
     parser.add_argument("--ranks", type=int, help="default: the number of GPUs, or 2 on a CPU")
@@ -134,13 +136,9 @@ def main() -> None:
             results.append(run_section(name, options, Path(work)))
             sys.stderr.write(f"{name}: {results[-1].status}, {results[-1].seconds:.0f} s\n")
             options.out.write_text(markdown(results, options), encoding="utf-8")
-    sys.stdout.write(
+    show(
         f"\nThe report is {options.out}. It has no host names, user names, addresses or directories; read it, then "
         "attach it to a new issue of the GitHub repository that you cloned zero2all from, titled 'GPU report: <your "
-        "GPU>'.\n"
+        "GPU>'."
     )
     sys.exit(any(result.status != "ok" for result in results))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,13 @@
-"""The sections of ``gpu.sh``. Each writes ``WORK/<section>.json``, a list of table rows, again after every row, so that
-one that is stopped keeps what it had measured.
+"""One section of gpu_report.
 
-    python -m benchmarks.gpu_sections kernels --device cpu --ranks 2 --tiny --work /tmp/work
+It writes ``WORK/<section>.json``, a list of table rows, again after every row, so that one that is stopped keeps what
+it had measured.
+
+    python -m benchmarks gpu_sections kernels --device cpu --ranks 2 --tiny --work /tmp/work
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.common import benchmark_parser
 from tests.chaos.injections import Injection
 from tests.chaos.scenario import Scenario, expect_status
 from tests.chaos.workspace import build_workspace, workspace_recipe
@@ -414,7 +416,7 @@ RUN: dict[str, Callable[[Settings, Rows], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("section", choices=list(RUN))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
@@ -423,7 +425,3 @@ def main() -> None:
     options = parser.parse_args()
     settings = Settings(options.device, options.ranks, options.tiny, options.work, options.section)
     RUN[options.section](settings, Rows(settings))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Documents of any size whose different words never stop growing, made from real ones; for tokenizer_ceiling.py.
 
-    python benchmarks/growing_text.py --documents runs/mine/documents --gigabytes 5 --out growing
+    python -m benchmarks growing_text --documents runs/mine/documents --gigabytes 5 --out growing
 
 Chinese clauses of the given documents (of ``z2a corpus build``) are split in two at a random character; a new
 clause is the first part of one and the second part of another, so that a million clauses give a million million. Three
@@ -10,7 +10,6 @@ is a directory of documents in shards of 100 MB, written as a stream: memory doe
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from benchmarks.common import benchmark_parser
 
 from zero2all.io import read_json, sha256_file, write_manifest
 
@@ -101,13 +101,9 @@ def make(documents: Path, size: int, out: Path, seed: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     make(options.documents, int(options.gigabytes * 1e9), options.out)
-
-
-if __name__ == "__main__":
-    main()

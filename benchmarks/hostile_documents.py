@@ -1,6 +1,6 @@
 """Time and peak memory of reading hostile PDF, DOCX, EPUB, 7z and RAR files, each in a process of its own.
 
-    python benchmarks/hostile_documents.py --work /tmp/hostile --mib 300
+    python -m benchmarks hostile_documents --work /tmp/hostile --mib 300
 
 Bombs unpack to that many MiB. A line has the file, the reason it was skipped for, the time, and the peak resident
 memory of the process that reads and of the process that parses for it. Linux counts what a parent had when it started a
@@ -10,14 +10,12 @@ child as the child's too.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from benchmarks.common import benchmark_parser, peak_bytes, run_child, show_json
 from tests.corpus.document_files import hostile_files
 
 from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, read_records
@@ -41,15 +39,15 @@ def read_one(path: Path) -> None:
         "file": path.name,
         "bytes": path.stat().st_size,
         "seconds": round(time.perf_counter() - start, 1),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-        "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10,
+        "peak_mib": peak_bytes() >> 20,
+        "child_peak_mib": peak_bytes(resource.RUSAGE_CHILDREN) >> 20,
         "found": list(dict.fromkeys(found)),
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    show_json(result)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, help="Directory for the files.")
     parser.add_argument("--mib", type=int, default=300)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
@@ -61,8 +59,4 @@ def main() -> None:
     with multiprocessing.Pool(1) as pool:  # in another process: a child counts its parent's memory as its own peak
         paths = pool.apply(write_files, [options.work, options.mib])
     for path in paths:
-        subprocess.run([sys.executable, __file__, "--read", path], check=True)
-
-
-if __name__ == "__main__":
-    main()
+        run_child("hostile_documents", "--read", path)

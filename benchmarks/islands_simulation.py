@@ -1,6 +1,6 @@
 """Synchronization of 8 and 64 islands over 1 Gb/s, computed: what each method sends, and the tokens a second of all.
 
-    python benchmarks/islands_simulation.py --out bench
+    python -m benchmarks islands_simulation --out bench
 
 The step of every row is that of ``z2a plan`` (``planner.sync_plan``); nothing is measured. An island is a node, and the
 batch grows with their number.
@@ -8,9 +8,10 @@ batch grows with their number.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, markdown_table
 
 from zero2all.bench.report_files import write_report
 from zero2all.console import say
@@ -48,16 +49,19 @@ def simulate(model: str, islands: int, gpu: str, per_node: int, gigabits: float)
 
 
 def markdown(simulations: list[Simulation], assumptions: str) -> str:
-    counts = [f"{one.islands} islands: s a step | sent by a GPU | tokens/s" for one in simulations]
-    lines = [assumptions, f"| method | {' | '.join(counts)} |", "|---" * (1 + 3 * len(simulations)) + "|"]
-    for rows in zip(*(one.plan.methods for one in simulations), strict=True):
-        cells = [f"{row.seconds:.3g} | {show_bytes(row.bytes)} | {row.tokens_per_second:,.0f}" for row in rows]
-        lines.append(f"| {rows[0].name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    head, rows = ["method"], []
+    for one in simulations:
+        head += [f"{one.islands} islands: s a step", "sent by a GPU", "tokens/s"]
+    for methods in zip(*(one.plan.methods for one in simulations), strict=True):
+        cells = [methods[0].name]
+        for row in methods:
+            cells += [f"{row.seconds:.3g}", show_bytes(row.bytes), f"{row.tokens_per_second:,.0f}"]
+        rows.append(cells)
+    return f"{assumptions}\n{markdown_table(head, rows)}\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the report")
     parser.add_argument("--model", default="z2all-1.1b", help="recipe or preset")
     parser.add_argument("--gpu", default="h100")
@@ -70,7 +74,3 @@ def main() -> None:
     text = markdown(found, assumptions)
     say(text)
     write_report(options.out, "islands_simulation", found, text)
-
-
-if __name__ == "__main__":
-    main()

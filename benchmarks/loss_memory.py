@@ -2,27 +2,22 @@
 
 Each form runs in a process of its own, on one thread, and its memory is the peak above what was there before the call.
 
-    python benchmarks/loss_memory.py
+    python -m benchmarks loss_memory
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
+from benchmarks.common import benchmark_parser, command, peak_bytes, read_child, show_json, take_turns
 
 from zero2all.model.ops import OPS
 from zero2all.model.ops.cross_entropy import HeadConfig
-
-
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def current() -> int:
@@ -43,11 +38,11 @@ def measure(form: str, vocab: int, tokens: int, hidden: int, repeats: int, dtype
         begin = time.process_time()
         (loss_of(x, weight, targets, HeadConfig(vocab)).sum() / tokens).backward()
         seconds.append(time.process_time() - begin)
-    return {"cpu_seconds": statistics.median(seconds), "added_bytes": peak() - before}
+    return {"cpu_seconds": statistics.median(seconds), "added_bytes": peak_bytes() - before}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--form", default="", help="measure only this one, in this process")
     parser.add_argument("--vocab", type=int, default=65536)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -60,16 +55,11 @@ def main() -> None:
     if options.form:
         torch.set_num_threads(1)
         dtype = torch.bfloat16 if options.bf16 else torch.float32
-        sys.stdout.write(json.dumps(measure(options.form, *sizes, dtype)))
+        show_json(measure(options.form, *sizes, dtype))
         return
     forms = ("reference", "chunked", "torch")
-    found: dict[str, list[dict[str, float]]] = {form: [] for form in forms}
-    for _ in range(options.rounds):
-        for form in forms:
-            done = subprocess.run(
-                [sys.executable, *sys.argv, "--form", form], capture_output=True, text=True, check=True
-            )
-            found[form].append(json.loads(done.stdout))
+    words = command("loss_memory", *sys.argv[1:])
+    found = take_turns({form: partial(read_child, [*words, "--form", form]) for form in forms}, options.rounds)
     logits_and_gradient = 2 * 4 * options.vocab * options.tokens
     result = {}
     for form, runs in found.items():
@@ -80,8 +70,4 @@ def main() -> None:
             "added_mb": round(added / 1e6),
             "of_logits_and_gradient": round(added / logits_and_gradient, 3),
         }
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(result, indent=2)

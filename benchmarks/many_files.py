@@ -1,6 +1,6 @@
 """Time and peak memory of listing and building a folder of many tiny files.
 
-    python benchmarks/many_files.py --work /tmp/many --files 100000
+    python -m benchmarks many_files --work /tmp/many --files 100000
 
 Each file is a note of about 120 bytes. Listing and building run in processes of their own, with one worker; a line has
 the wall time, the CPU time and the peak resident memory of each.
@@ -9,12 +9,11 @@ the wall time, the CPU time and the peak resident memory of each.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, command, peak_bytes, show_json
 
 from zero2all.corpus import build_corpus
 from zero2all.corpus.readers import list_files
@@ -41,13 +40,13 @@ def measure(step: str, work: Path) -> None:
         "count": count,
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "peak_mib": peak_bytes() >> 20,
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    show_json(result)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--step", choices=["list", "build"], help=argparse.SUPPRESS)
@@ -57,9 +56,5 @@ def main() -> None:
         return
     write_notes(options.work / "raw", options.files)
     for step in ("list", "build"):
-        words = [sys.executable, __file__, "--work", options.work, "--step", step]
+        words = command("many_files", "--work", options.work, "--step", step)
         subprocess.run(words, check=True, stderr=subprocess.DEVNULL)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """MinHash signatures per second: ours against datasketch, on the same documents, interleaved in one run.
 
-    python benchmarks/minhash.py code=files.jsonl.zst wiki_zh.jsonl wiki_en.parquet --mb 4 --rounds 3
+    python -m benchmarks minhash code=files.jsonl.zst wiki_zh.jsonl wiki_en.parquet --mb 4 --rounds 3
 
 Each file is JSONL (also .gz or .zst) or Parquet; ``code=`` before a path, or a file name with code or pypi in it,
 means code. Both sides go from text to 112 values a document with the same shingles. Prints one JSON object; MB are
@@ -9,12 +9,10 @@ means code. Both sides go from text to 112 values a document with the same shing
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from benchmarks.common import benchmark_parser, cpu_seconds, show_json, take_turns
 from datasketch import MinHash
 
 from zero2all.corpus.dedup import DedupParams
@@ -79,29 +78,21 @@ def theirs(texts: Sequence[str], code: bool) -> np.ndarray[Any, Any]:
     return np.stack(rows)
 
 
-def seconds(function: Callable[[Sequence[str], bool], Any], texts: Sequence[str], code: bool) -> float:
-    start = time.process_time()
-    function(texts, code)
-    return time.process_time() - start
-
-
 def compare(path: Path, code: bool, limit: int, rounds: int) -> dict[str, Any]:
     texts = read_texts(path, limit)
     size = sum(len(text.encode()) for text in texts) / 1e6
     for function in (ours, theirs):
         function(texts[:5], code)  # tables and imports are made once
-    times: dict[str, list[float]] = {"ours": [], "datasketch": []}
-    for number in range(rounds):
-        turns = [("ours", ours), ("datasketch", theirs)]
-        for name, function in turns if number % 2 == 0 else turns[::-1]:
-            times[name].append(seconds(function, texts, code))
+    sides = {"ours": ours, "datasketch": theirs}
+    turns = {name: partial(cpu_seconds, function, texts, code) for name, function in sides.items()}
+    times = take_turns(turns, rounds, alternate=True)
     speed = {name: round(size / median(taken), 2) for name, taken in times.items()}
     ratio = median(times["datasketch"]) / median(times["ours"])
     return {"file": path.name, "documents": len(texts), "mb": round(size, 2), **speed, "ratio": round(ratio, 1)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("files", nargs="+", help="[code=]path")
     parser.add_argument("--mb", type=float, default=4.0, help="text to take from each file")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side; medians are reported")
@@ -114,8 +105,4 @@ def main() -> None:
         results.append(compare(path, code, int(options.mb * 1e6), options.rounds))
     times = {name: sum(one["mb"] / one[name] for one in results) for name in ("ours", "datasketch")}
     total = {"ratio": round(times["datasketch"] / times["ours"], 1)}
-    sys.stdout.write(json.dumps({"unit": "MB per CPU-second", "files": results, "all": total}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json({"unit": "MB per CPU-second", "files": results, "all": total}, indent=2)

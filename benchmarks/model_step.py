@@ -2,23 +2,23 @@
 
 All contenders take turns in one process, on one thread, and are judged by CPU seconds, so that a busy machine spoils
 little. fp32 weights, bf16 autocast where the machine computes in it, fused AdamW, clipping, the same tokens. litgpt
-takes part if this Python has it (see trainer_litgpt.py).
+takes part if this Python has it (see peers/trainer_litgpt.py).
 
-    python benchmarks/model_step.py                       # the 25M shape, 4 samples of 512
-    python benchmarks/model_step.py --experts             # 8 experts, 2 a token, beside a dense model as wide
-    python benchmarks/model_step.py --only ours --profile # where our step's time goes
+    python -m benchmarks model_step                       # the 25M shape, 4 samples of 512
+    python -m benchmarks model_step --experts             # 8 experts, 2 a token, beside a dense model as wide
+    python -m benchmarks model_step --only ours --profile # where our step's time goes
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from benchmarks.common import benchmark_parser, cpu_seconds, show, show_json, take_turns
 from torch import nn
 
 from zero2all.hardware import compute_dtype, dtype_name
@@ -130,26 +130,17 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     return 6 * weights + 3 * 2 * scores
 
 
-def take_turns(steps: dict[str, Step], rounds: int, tokens: int) -> tuple[dict[str, list[float]], list[float]]:
+def measure(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], list[float]]:
     """Seconds of every step by contender, and the GEMM rates between them."""
     for name, step in steps.items():
-        begin = time.process_time()
-        step()
-        step()
-        sys.stderr.write(f"{name}: first two steps {time.process_time() - begin:.1f} s\n")
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    rates = []
-    for _ in range(rounds):
-        rates.append(gemm_rate())
-        for name, step in steps.items():
-            begin = time.process_time()
-            step()
-            seconds[name].append(time.process_time() - begin)
-    return seconds, rates
+        sys.stderr.write(f"{name}: first two steps {cpu_seconds(step) + cpu_seconds(step):.1f} s\n")
+    contenders: dict[str, Callable[[], float]] = {"": gemm_rate}
+    found = take_turns(contenders | {name: partial(cpu_seconds, step) for name, step in steps.items()}, rounds)
+    return found, found.pop("")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", default="z2all-25m")
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=4)
@@ -182,7 +173,7 @@ def main() -> None:
         }
     steps = {name: make() for name, make in makers.items() if options.only in name}
     tokens = options.samples * options.length
-    seconds, rates = take_turns(steps, options.rounds, tokens)
+    seconds, rates = measure(steps, options.rounds)
     rate, work = max(rates), flops_per_token(config, options.length)
     result = {
         "threads": torch.get_num_threads(),
@@ -193,15 +184,11 @@ def main() -> None:
     for name, values in seconds.items():
         speed = tokens / min(values)
         result[name] = {"tokens_per_cpu_second": round(speed), "of_gemm_rate": round(speed * work / rate, 3)}
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    show_json(result, indent=2)
     if options.profile:
         for name, step in steps.items():
             with torch.profiler.profile() as profile:
                 for _ in range(3):
                     step()
             table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=60)
-            sys.stdout.write(f"{name}\n{table}\n")
-
-
-if __name__ == "__main__":
-    main()
+            show(f"{name}\n{table}")

@@ -1,6 +1,6 @@
 """Near deduplication of many documents: time, and the peak memory of every task.
 
-    python benchmarks/near_dup_scale.py --work /tmp/near --documents 10000000
+    python -m benchmarks near_dup_scale --work /tmp/near --documents 10000000
 
 It begins just below the text: MinHash signatures are drawn at random, a tenth of the documents being near copies of
 earlier ones, and written as the band rows that 'z2a corpus build' makes of a shard. What follows is the real thing:
@@ -12,10 +12,6 @@ within its memory.
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import benchmark_parser, peak_bytes, show_json
 
 from zero2all.corpus.dedup import DedupParams
 from zero2all.corpus.dedup.drops import DROP_DTYPE
@@ -57,9 +54,7 @@ def write_shard(number: int, count: int, out: Path, params: DedupParams) -> int:
 
 
 def measured(function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Any, int]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = function(*task)
-    return result, max(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return function(*task), peak_bytes()
 
 
 def run_in(workers: int) -> Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]:
@@ -69,16 +64,15 @@ def run_in(workers: int) -> Callable[[Callable[..., Any], Sequence[tuple[Any, ..
         with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
             found = list(pool.map(measured, [function] * len(tasks), tasks))
         seconds, peak = time.perf_counter() - begin, max(peak for _, peak in found)
-        line = {"step": function.__name__, "tasks": len(tasks), "seconds": round(seconds, 1), "peak_mib": peak >> 10}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        line = {"step": function.__name__, "tasks": len(tasks), "seconds": round(seconds, 1), "peak_mib": peak >> 20}
+        show_json(line)
         return [result for result, _ in found]
 
     return run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=1)
@@ -105,8 +99,4 @@ def main() -> None:
         "partitions": params.partitions_for(options.documents * params.bands, row),
         "partitions_at_1e9": params.partitions_for(10**9 * params.bands, row),
     }
-    sys.stdout.write(json.dumps(line) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(line)

@@ -2,18 +2,17 @@
 
 All take turns in one process, on one thread, and are judged by CPU seconds, so that a busy machine spoils little.
 
-    python benchmarks/optimizers.py                                   # the 25M shape
-    python benchmarks/optimizers.py --preset z2all-3m --only adamw adamw-bf16
+    python -m benchmarks optimizers                                   # the 25M shape
+    python -m benchmarks optimizers --preset z2all-3m --only adamw adamw-bf16
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import time
+from functools import partial
 
 import torch
+from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns
 from torch.optim import Optimizer
 
 from zero2all.model import Z2all
@@ -47,15 +46,13 @@ def prepared(config: ModelConfig, recipe: OptimizerRecipe) -> list[Optimizer]:
     return optimizers
 
 
-def step(optimizers: list[Optimizer]) -> float:
-    begin = time.process_time()
+def step(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.step()
-    return time.process_time() - begin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", default="z2all-25m")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--turns", type=int, default=5)
@@ -63,17 +60,12 @@ def main() -> None:
     torch.set_num_threads(1)
     config = ModelConfig(preset=options.preset, vocab_size=8192)
     ready = {name: prepared(config, CONTENDERS[name]) for name in options.only}
-    seconds: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(options.turns):
-        for name, optimizers in ready.items():
-            seconds[name].append(step(optimizers))
+    turns = {name: partial(cpu_seconds, step, optimizers) for name, optimizers in ready.items()}
+    seconds = take_turns(turns, options.turns)
     count = sum(parameter.numel() for parameter in Z2all(config).parameters())
-    sys.stdout.write(f"{count} parameters\n| optimizer | bytes a parameter | ns a parameter |\n|---|---|---|\n")
+    rows = []
     for name, measured in seconds.items():
         recipe = CONTENDERS[name]
         held = (2 * weight_bytes(config, recipe) + optimizer_bytes(config, recipe)) / count
-        sys.stdout.write(f"| {name} | {held:.2f} | {1e9 * statistics.median(measured) / count:.2f} |\n")
-
-
-if __name__ == "__main__":
-    main()
+        rows.append((name, f"{held:.2f}", f"{1e9 * statistics.median(measured) / count:.2f}"))
+    show(f"{count} parameters\n\n{markdown_table(('optimizer', 'bytes a parameter', 'ns a parameter'), rows)}")

@@ -1,6 +1,6 @@
 """Memory that `z2a plan` predicts against what the memory tracker of `z2a profile` measures in a step, on CPU ranks.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan_memory.py
+    OMP_NUM_THREADS=1 python -m benchmarks plan_memory
 
 Twelve small runs: dense and with experts, three sizes, with and without recomputation, FSDP on 1, 2 and 4 ranks, and
 ZeRO-1. The second step of each is measured on the first rank; a rank has two micro-batches of 512 tokens. Predicted is
@@ -9,12 +9,11 @@ the peak of tensors alone: without CUDA context, communicators and fragmentation
 
 from __future__ import annotations
 
-import argparse
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from benchmarks.common import benchmark_parser, markdown_table, show
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.hardware import compute_dtype
@@ -121,10 +120,8 @@ def compare(cases: list[str]) -> list[Comparison]:
 
 def table(found: list[Comparison]) -> str:
     """In MB, predicted / measured."""
-    lines = [
-        "| run | peak | difference | weights | gathered | gradients | optimizer | activations and logits | other |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    parts = ("weights", "gathered", "gradients", "optimizer", "activations and logits", "other")
+    rows = []
     for one in found:
         plan, peak = one.predicted, one.measured
         pairs = [
@@ -136,18 +133,14 @@ def table(found: list[Comparison]) -> str:
             (plan.bytes_of("activations") + plan.bytes_of("logits"), peak.activations),
         ]
         total, *items = (f"{predicted / 1e6:.1f} / {measured / 1e6:.1f}" for predicted, measured in pairs)
-        cells = [one.case, total, f"{one.difference:+.1%}", *items, f"{peak.other / 1e6:.1f} ({peak.part})"]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append([one.case, total, f"{one.difference:+.1%}", *items, f"{peak.other / 1e6:.1f} ({peak.part})"])
     worst = max(found, key=lambda one: abs(one.difference))
-    return "\n".join([*lines, "", f"worst: {worst.difference:+.1%} ({worst.case})"])
+    lines = markdown_table(("run", "peak", "difference", *parts), rows)
+    return f"{lines}\n\nworst: {worst.difference:+.1%} ({worst.case})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--case", choices=list(CASES), help="only this one")
     case = parser.parse_args().case
-    sys.stdout.write(table(compare([case] if case else list(CASES))) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show(table(compare([case] if case else list(CASES))))

@@ -1,6 +1,6 @@
 """Step time that `z2a plan` predicts with a calibrated entry of this machine against a measured one, on one CPU rank.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan_step_time.py --work /somewhere
+    OMP_NUM_THREADS=1 python -m benchmarks plan_step_time --work /somewhere
 
 First the machine is calibrated, as `z2a doctor --calibrate` does it; `--entry` takes an entry that was written before.
 Then six recipes are planned with that entry and trained for a few steps on random tokens, eager and in fp32. The
@@ -10,14 +10,13 @@ that other programs on the machine disturb it less.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from benchmarks.common import benchmark_parser, markdown_table, show
 
 from zero2all.cli.doctor import write_calibration
 from zero2all.parallel import ParallelMesh, ParallelModel
@@ -95,16 +94,13 @@ def measure(recipe: Recipe, steps: int) -> float:
 
 
 def table(found: list[Comparison]) -> str:
-    lines = [
-        "| recipe | tokens a step | planned | measured | difference |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {one.case} | {one.tokens:,} | {one.planned.expected:.3f} s | {one.measured:.3f} s | {one.difference:+.1%} |"
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        seconds = f"{one.planned.expected:.3f} s", f"{one.measured:.3f} s"
+        rows.append((one.case, f"{one.tokens:,}", *seconds, f"{one.difference:+.1%}"))
     worst = max(found, key=lambda one: abs(one.difference))
-    return "\n".join([*lines, "", f"worst: {worst.difference:+.1%} ({worst.case})"])
+    lines = markdown_table(("recipe", "tokens a step", "planned", "measured", "difference"), rows)
+    return f"{lines}\n\nworst: {worst.difference:+.1%} ({worst.case})"
 
 
 def parts_text(found: list[Comparison]) -> str:
@@ -114,7 +110,7 @@ def parts_text(found: list[Comparison]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="a directory for the entry and the disk measurement")
     parser.add_argument("--entry", type=Path, help="of 'z2a doctor --calibrate', instead of calibrating now")
     parser.add_argument("--case", choices=list(CASES), help="only this one")
@@ -125,16 +121,12 @@ def main() -> None:
     if path is None:
         path = options.work / "here.json"
         options.work.mkdir(parents=True, exist_ok=True)
-        sys.stdout.write(write_calibration(path, options.work).text + "\n\n")
+        show(write_calibration(path, options.work).text + "\n")
     entry, found = find_entry(str(path)), []
     for case in [options.case] if options.case else CASES:
         recipe = case_recipe(case)
         planned = plan_run(recipe, Cluster.of(entry, 1)).step
         found.append(Comparison(case, recipe.train.tokens_per_step, planned, measure(recipe, options.steps)))
-    sys.stdout.write(table(found) + "\n")
+    show(table(found))
     if options.parts:
-        sys.stdout.write("\n" + parts_text(found) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        show("\n" + parts_text(found))

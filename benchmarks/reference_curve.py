@@ -1,7 +1,7 @@
 """Two runs of one recipe to one reference curve: they must be equal, step by step and to the last digit.
 
     z2a train recipes/reference/reference.yaml out=runs/one && z2a train recipes/reference/reference.yaml out=runs/two
-    python benchmarks/reference_curve.py runs/one/run runs/two/run --to recipes/reference/reference.json
+    python -m benchmarks reference_curve runs/one/run runs/two/run --to recipes/reference/reference.json
 
 Give both runs as many threads (OMP_NUM_THREADS): sums are taken in another order otherwise. The file holds the training
 loss by tokens, which ``z2a watch`` holds other runs against, and bits per byte of held-out text for each source.
@@ -9,11 +9,12 @@ loss by tokens, which ``z2a watch`` holds other runs against, and bits per byte 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import benchmark_parser, show_json
 
 from zero2all.io import write_text
 from zero2all.track import read_steps
@@ -39,7 +40,7 @@ def losses(run: Path) -> dict[int, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs=2)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
@@ -52,8 +53,4 @@ def main() -> None:
     watched.refresh()
     curve = {**reference_curve(watched), "held_out": held_out(one), "equal_runs": 2}
     write_text(options.to, json.dumps(curve, allow_nan=False) + "\n")
-    sys.stdout.write(json.dumps(curve["held_out"], indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(curve["held_out"], indent=2)

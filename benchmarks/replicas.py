@@ -1,6 +1,6 @@
 """What replicas of in-memory checkpoints cost, and what they save when a node is lost.
 
-    python -m benchmarks.replicas --out bench
+    python -m benchmarks replicas --out bench
 
 Four ranks on two simulated nodes whose link is shaped to 1 Gb/s, with a model of the quickstart's size: steps per
 second with replicas and without, in turns, so that a machine that is busy for a while is busy for both. Then a node
@@ -10,13 +10,13 @@ and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.common import benchmark_parser
 from tests.chaos.faults import Fault, hold_rank
 from tests.chaos.node_faults import SimulatedCluster, replace_node, simulated_cluster
 from tests.chaos.scenario import Scenario
@@ -103,7 +103,7 @@ def measure_recovery(out: Path, replicas: int) -> FaultResult:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the report")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=112)
@@ -126,7 +126,3 @@ def main() -> None:
         lines.append(f"from {source}: {row.recovered} s, {row.steps_again} steps again, {row.cost}, {row.problems}")
     say("\n".join(lines))
     write_report(out, "replicas", Report(speeds, recoveries, ratio), "\n\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What one rank and rank 0 do to plan a save and a restart of a job of many ranks, without the data itself.
 
-    python benchmarks/restart_plan.py --ranks 1024 --tensors 2100
+    python -m benchmarks restart_plan --ranks 1024 --tensors 2100
 
 Every tensor is sharded over all ranks, so a checkpoint has ranks x tensors chunks. Each line is a step in a process of
 its own, with its CPU seconds and peak resident memory. Once for a layout: what every rank does with the keys of all
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -27,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.common import benchmark_parser, peak_bytes, run_child, show_json
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -133,7 +131,7 @@ def step_merge(options: argparse.Namespace) -> dict[str, Any]:
         "metadata_mib": sizes[".metadata"] / 2**20,
         "index_mib": len(data) / 2**20,
         "kept_mib": len(kept) / 2**20,
-        "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+        "child_peak_mib": peak_bytes(resource.RUSAGE_CHILDREN) / 2**20,
     }
 
 
@@ -207,7 +205,7 @@ STEPS = {"assign": step_assign, "merge": step_merge, "load": step_load, "slots":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=2100)
     parser.add_argument("--work", type=Path, default=Path("restart_plan"))
@@ -217,18 +215,14 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     if options.step:
         torch.set_num_threads(1)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        before = peak_bytes() / 2**20
         found = STEPS[options.step](options)
-        found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        found["peak_mib"] = peak_bytes() / 2**20
         found["start_mib"] = before
         shown = {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
-        sys.stdout.write(json.dumps({"step": options.step, **shown}) + "\n")
+        show_json({"step": options.step, **shown})
         return
     for step in STEPS:
         if step != "dcp" or options.dcp:
-            words = [sys.executable, __file__, "--step", step, "--work", str(options.work)]
-            subprocess.run([*words, "--ranks", str(options.ranks), "--tensors", str(options.tensors)], check=True)
-
-
-if __name__ == "__main__":
-    main()
+            sizes = ("--ranks", options.ranks, "--tensors", options.tensors)
+            run_child("restart_plan", "--step", step, "--work", options.work, *sizes)

@@ -1,21 +1,18 @@
-"""What each part costs at 1,024, 4,096 and 10,000 ranks, and at 1, 10 and 100 trillion tokens, measured on this
-machine, in the shape of the tables in docs/benchmarks.md.
+"""What each part costs at 1,024, 4,096 and 10,000 ranks, and at 1, 10 and 100 trillion tokens.
 
-    python -m benchmarks.scale --work /tmp/scale                  # all parts
-    python -m benchmarks.scale --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
+    python -m benchmarks scale --work /tmp/scale                  # all parts
+    python -m benchmarks scale --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
 
-Nodes have eight ranks. Ranks that exchange objects are threads of processes of this machine; nothing is extrapolated
-but the two lines of records, which are counts.
+Measured on this machine, in the shape of the tables in docs/benchmarks.md. Nodes have eight ranks. Ranks that exchange
+objects are threads of processes of this machine; nothing is extrapolated but the two lines of records, which are
+counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import pickle
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import benchmark_parser, peak_bytes, show, wall_seconds
 from tests.chaos.scale_model import simulate
 
 from zero2all.checkpoint.lineage import Branch
@@ -222,10 +220,9 @@ def _in_child(function: Callable[[], object]) -> tuple[float, int]:
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
-        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        function()
-        elapsed = time.perf_counter() - began
-        send.send((elapsed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10))
+        before = peak_bytes()
+        elapsed = wall_seconds(function)
+        send.send((elapsed, peak_bytes() - before))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -237,13 +234,8 @@ def _in_child(function: Callable[[], object]) -> tuple[float, int]:
 PARTS = {part.__name__: part for part in (rendezvous, ranks, restore, store, order, records)}
 
 
-def _show(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", choices=list(PARTS), action="append")
     options = parser.parse_args()
@@ -252,10 +244,6 @@ def main() -> None:
         head = [f"{tokens // 10**12} T tokens" for tokens in TOKENS]
         if name in ("rendezvous", "restore", "records"):
             head = [f"{count:,} ranks" for count in RANKS]
-        _show("\n| | " + " | ".join(["", "", ""] if name == "ranks" else head) + " |\n|---|---|---|---|")
+        show("\n| | " + " | ".join(["", "", ""] if name == "ranks" else head) + " |\n|---|---|---|---|")
         for what, values in PARTS[name](options.work):
-            _show(f"| {what} | " + " | ".join(values) + " |")
-
-
-if __name__ == "__main__":
-    main()
+            show(f"| {what} | " + " | ".join(values) + " |")

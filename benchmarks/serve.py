@@ -1,6 +1,6 @@
 """Concurrent streams of ``z2a serve`` beside llama.cpp's server, with the same model, in turns.
 
-    python benchmarks/serve.py RUN [--streams 16] [--tokens 64] [--threads 2]
+    python -m benchmarks serve RUN [--streams 16] [--tokens 64] [--threads 2]
 
 Both compute in f32 with as many slots as streams. Prints tokens a second over all streams and the time to the first
 token (median and largest); needs the packages openai, gguf and xllamacpp.
@@ -8,17 +8,17 @@ token (median and largest); needs the packages openai, gguf and xllamacpp.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import httpx
 import torch
+from benchmarks.common import benchmark_parser, markdown_table, show, take_turns
 from openai import OpenAI
 from tests.serve.servers import KEY, serve
 
@@ -53,13 +53,8 @@ def measure(url: str, name: str, streams: int, tokens: int) -> tuple[float, floa
     return sum(counts) / (time.perf_counter() - begin), median(firsts), max(firsts)
 
 
-def show(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
@@ -73,16 +68,10 @@ def main() -> None:
         export_run(run, Path(folder) / "gguf", format="gguf", dtype="f32", check=False)
         other = LlamaCpp(next((Path(folder) / "gguf").glob("*.gguf")), slots=options.streams)
         urls = {"zero2all": server.url, "llama.cpp": other.address}
-        rounds = [
-            {name: measure(url, "m", options.streams, options.tokens) for name, url in urls.items()}
-            for _ in range(ROUNDS + 1)
-        ][1:]
-    show("| server | tok/s of all streams | first token, median | largest |")
-    show("|---|--:|--:|--:|")
-    for name in urls:
-        speed, first, largest = (median(values) for values in zip(*(one[name] for one in rounds), strict=True))
-        show(f"| {name} | {speed:.0f} | {first:.2f} s | {largest:.2f} s |")
-
-
-if __name__ == "__main__":
-    main()
+        sides = {name: partial(measure, url, "m", options.streams, options.tokens) for name, url in urls.items()}
+        found = take_turns(sides, ROUNDS, warm_up=1)
+    rows = []
+    for name, turns in found.items():
+        speed, first, largest = map(median, zip(*turns, strict=True))
+        rows.append((name, f"{speed:.0f}", f"{first:.2f} s", f"{largest:.2f} s"))
+    show(markdown_table(("server", "tok/s of all streams", "first token, median", "largest"), rows))

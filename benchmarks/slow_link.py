@@ -1,6 +1,6 @@
 """Ways to synchronize two nodes over a slow link: step time, bytes, and validation loss at equal tokens and equal time.
 
-    python -m benchmarks.slow_link --corpus TEXT... --out bench
+    python -m benchmarks slow_link --corpus TEXT... --out bench
 
 Two simulated nodes with one rank each, pinned to a core each, train a model of about 5 million parameters on real text,
 with the same micro-batch and learning rate in every row. All rows begin with the weights of one plain run, of 500 short
@@ -19,7 +19,6 @@ a benchmark that was stopped continues. Needs root and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.common import benchmark_parser, markdown_table
 from tests.chaos.node_faults import PORT
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 
@@ -348,24 +348,22 @@ def markdown(report: Report) -> str:
     if not rows:
         return ""
     equal_seconds = report.tokens / max(row.tokens_per_second for row in rows)
-    lines = [
+    title = (
         f"{report.parameters / 1e6:.1f}M parameters, {NODES} nodes of one rank, link of {report.rate}; loss after "
-        f"{report.tokens:,} tokens, and after {equal_seconds:.0f} s of training.",
-        "",
-        "| method | s a step | sent a step | tokens/s | communication | loss, equal tokens | loss, equal time |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        f"{report.tokens:,} tokens, and after {equal_seconds:.0f} s of training."
+    )
+    head = "method", "s a step", "sent a step", "tokens/s", "communication", "loss, equal tokens", "loss, equal time"
+    cells = []
     for row in rows:
         trained = min(report.tokens, row.tokens_per_second * equal_seconds)
-        lines.append(
-            f"| {row.name} | {row.step_seconds:.2f} | {show_bytes(row.wire_bytes)} | {row.tokens_per_second:,.0f} | "
-            f"{row.communication:.0%} | {row.loss_after(report.tokens)} | {row.loss_after(trained)} |"
-        )
-    return "\n".join(lines) + "\n"
+        sizes = f"{row.step_seconds:.2f}", show_bytes(row.wire_bytes), f"{row.tokens_per_second:,.0f}"
+        losses = row.loss_after(report.tokens), row.loss_after(trained)
+        cells.append((row.name, *sizes, f"{row.communication:.0%}", *losses))
+    return f"{title}\n\n{markdown_table(head, cells)}\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--corpus", type=Path, nargs="+", required=True, help="files or directories of text")
     parser.add_argument("--out", type=Path, required=True, help="directory of the report and of all runs")
     parser.add_argument("--init", type=Path, help="run to begin with instead of 500 short steps")
@@ -405,7 +403,3 @@ def main() -> None:
     first = next((row for row in report.rows() if row.name == FIRST), None)
     if first is not None and first.communication < COMMUNICATION_SHARE:
         warn(f"all-reduce takes {first.communication:.0%} of a step: a slower --rate shows more")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What the spike guard does on real text: nothing on clean runs, and its work on one with two bad shards.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.spike_guard --out runs/first --work /somewhere
+    OMP_NUM_THREADS=1 python -m benchmarks spike_guard --out runs/first --work /somewhere
 
 ``--out`` is a finished quickstart: its tokens are trained on. Five clean runs with seeds of their own must not set the
 guard off. Then the first of them again, where three steps read random bytes and three others nothing but newlines, with
@@ -10,13 +10,12 @@ more with the guard only warning, to see what the bad data costs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import benchmark_parser, show_json
 from tests.train.poison import poison
 
 from zero2all.evals import evaluate_bpb
@@ -50,7 +49,7 @@ def bad_steps(steps: int) -> tuple[range, range]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=600)
@@ -64,8 +63,4 @@ def main() -> None:
     ratios = [run["bits_per_byte"] / clean[0]["bits_per_byte"] for run in bad]
     garbage, newlines = map(list, bad_steps(steps))
     report = {"steps": steps, "garbage": garbage, "newlines": newlines, "clean": clean, "bad": bad}
-    sys.stdout.write(json.dumps({**report, "bad_to_clean": ratios}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json({**report, "bad_to_clean": ratios}, indent=2)

@@ -1,6 +1,6 @@
 """What timing the parts of a step costs: one run, with the timer on and off in turns of one step.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.step_timer --out runs/first --work /somewhere
+    OMP_NUM_THREADS=1 python -m benchmarks step_timer --out runs/first --work /somewhere
 
 ``--out`` is a finished quickstart, whose tokens are trained on. Each step is compared with the one after it, so that a
 machine that is slow for a while is slow for both; the result is the median of the ratios.
@@ -8,12 +8,12 @@ machine that is slow for a while is slow for both; the result is the median of t
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, show
 
 from zero2all.recipe import load_recipe
 from zero2all.train import Trainer, TrainerHooks
@@ -23,7 +23,7 @@ SKIPPED = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
@@ -47,11 +47,7 @@ def main() -> None:
     ratios = [first / second if at % 2 == 0 else second / first for at, (first, second) in enumerate(pairwise(seconds))]
     on, off = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
     median = statistics.median(ratios)
-    sys.stdout.write(
+    show(
         f"{len(seconds)} steps: {1000 * on:.2f} ms with the timer, {1000 * off:.2f} ms without; "
-        f"median of the ratios of neighbours {median:.4f}\n"
+        f"median of the ratios of neighbours {median:.4f}"
     )
-
-
-if __name__ == "__main__":
-    main()

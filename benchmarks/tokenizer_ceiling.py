@@ -1,6 +1,6 @@
 """Memory and time of ``z2a tokenizer train`` on texts of growing size, under one memory limit.
 
-    python benchmarks/tokenizer_ceiling.py --documents runs/mine/documents --work /tmp/ceiling \\
+    python -m benchmarks tokenizer_ceiling --documents runs/mine/documents --work /tmp/ceiling \\
         --gigabytes 0.2 1 5 --max-memory 2GiB --vocabulary 65536 --workers 2
 
 The texts are made by growing_text.py and removed afterwards. Memory is the largest sum, sampled four times a second,
@@ -9,7 +9,6 @@ of the resident memory of the command and all its children; shared pages count m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from growing_text import make
+from benchmarks.common import benchmark_parser, show_json
+from benchmarks.growing_text import make
 
 RUN = "from zero2all.cli.main import main; main()"
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -70,7 +70,7 @@ def measure(command: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.2, 1, 5])
@@ -94,10 +94,5 @@ def main() -> None:
         metrics = measure([sys.executable, "-c", RUN, *train, *limits])
         manifest = json.loads((out / "manifest.json").read_text())
         result = {"gigabytes": gigabytes, **metrics, **manifest["counted"], "made_in_s": round(made)}
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        show_json(result)
         shutil.rmtree(documents)
-
-
-if __name__ == "__main__":
-    main()

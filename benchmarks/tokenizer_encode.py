@@ -1,9 +1,9 @@
 """Speed, memory and parity of the encoding backends, on your tokenizer and text.
 
-    python benchmarks/tokenizer_encode.py speed  TOKENIZER zh=zh.jsonl en=en.jsonl code=code.jsonl
-    python benchmarks/tokenizer_encode.py memory TOKENIZER zh=raw/zh --mb 500 --engines gigatoken
-    python benchmarks/tokenizer_encode.py build  TOKENIZER zh=raw/zh en=raw/en code=raw/code
-    python benchmarks/tokenizer_encode.py alike  TOKENIZER all=raw
+    python -m benchmarks tokenizer_encode speed  TOKENIZER zh=zh.jsonl en=en.jsonl code=code.jsonl
+    python -m benchmarks tokenizer_encode memory TOKENIZER zh=raw/zh --mb 500 --engines gigatoken
+    python -m benchmarks tokenizer_encode build  TOKENIZER zh=raw/zh en=raw/en code=raw/code
+    python -m benchmarks tokenizer_encode alike  TOKENIZER all=raw
 
 ``speed``: each backend through our interface and bare, alternating in one process. ``memory``: one process encodes text
 with ever new words, through our interface and then, in another process, bare. ``build``: ``z2a tokens build`` against
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import random
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import benchmark_parser, median_ratio, show_json, take_turns
 
 from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import document_texts
@@ -98,11 +97,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             sides = {"ours": tokenizer.encode_batch, "bare": bare(name, tokenizer)}
             for encode in sides.values():
                 in_batches(encode, texts[:BATCH])  # made and checked before the clock runs
-            taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-            for number in range(options.rounds):
-                for side in list(sides) if number % 2 else list(sides)[::-1]:
-                    taken[side].append(seconds(in_batches, sides[side], texts))
-            results[domain][name] = speeds(size, taken)
+            turns = {side: partial(seconds, in_batches, encode, texts) for side, encode in sides.items()}
+            results[domain][name] = speeds(size, take_turns(turns, options.rounds, alternate=True))
     return results
 
 
@@ -113,11 +109,11 @@ def speeds(size: float, taken: dict[str, list[tuple[float, float]]]) -> dict[str
     """
     wall = {side: min(wall for wall, _ in turns) for side, turns in taken.items()}
     cpu = {side: min(cpu for _, cpu in turns) for side, turns in taken.items()}
-    ratios = [bare_cpu / ours_cpu for (_, ours_cpu), (_, bare_cpu) in zip(taken["ours"], taken["bare"], strict=True)]
+    ratio = median_ratio((cpu for _, cpu in taken["bare"]), (cpu for _, cpu in taken["ours"]))
     return {
         **{f"{side}_mb_s": round(size / wall[side], 1) for side in taken},
         **{f"{side}_mb_cpu_s": round(size / cpu[side], 1) for side in taken},
-        "ours_to_bare": round(statistics.median(ratios), 3),
+        "ours_to_bare": round(ratio, 3),
     }
 
 
@@ -216,7 +212,7 @@ def alike(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("what", choices=["speed", "memory", "build", "alike"])
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("text", nargs="+", help="name=path")
@@ -227,8 +223,4 @@ def main() -> None:
     options = parser.parse_args()
     options.text = dict(given.split("=", 1) for given in options.text)
     work = {"speed": speed, "memory": memory, "build": build, "alike": alike}[options.what]
-    sys.stdout.write(json.dumps(work(options), indent=2, ensure_ascii=False) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(work(options), indent=2)

@@ -1,7 +1,7 @@
 """Our tokenizer training beside that of Hugging Face and sentencepiece, on the same documents.
 
     pip install sentencepiece
-    python benchmarks/tokenizer_training.py --documents runs/mine/documents --megabytes 100 --vocabulary 32768 \\
+    python -m benchmarks tokenizer_training --documents runs/mine/documents --megabytes 100 --vocabulary 32768 \\
         --valid zh=valid/zh.jsonl --valid en=valid/en.jsonl --valid code=valid/code.jsonl --work /tmp/compare
 
 Each trainer runs in a process of its own, one after the other; metrics are its CPU-seconds and its peak resident
@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from benchmarks.common import benchmark_parser, command, peak_bytes, read_child, show_json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zero2all.io import read_json
@@ -123,7 +122,7 @@ def merges(directory: Path) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megabytes", type=float, default=100)
@@ -139,28 +138,22 @@ def main() -> None:
         metrics = {
             "cpu_s": round(used.ru_utime + used.ru_stime, 1),
             "wall_s": round(time.perf_counter() - start, 1),
-            "peak_mib": round(used.ru_maxrss / 1024),
+            "peak_mib": round(peak_bytes() / 2**20),
         }
-        sys.stdout.write(json.dumps(metrics))
+        show_json(metrics)
         return
     domains = {name: read_validation(Path(path)) for name, _, path in (entry.partition("=") for entry in options.valid)}
     for name in options.trainers:
         directory = options.work / name
-        size = ["--documents", str(options.documents), "--megabytes", str(options.megabytes)]
-        command = [sys.executable, __file__, *size, "--vocabulary", str(options.vocabulary)]
-        ran = subprocess.run([*command, "--work", str(directory), "--one", name], stdout=subprocess.PIPE, check=True)
+        size = ("--documents", options.documents, "--megabytes", options.megabytes, "--vocabulary", options.vocabulary)
+        ran = read_child(command("tokenizer_training", *size, "--work", directory, "--one", name))
         tokens = encoder(directory)
         metrics = {
             domain: round(sum(len(text.encode()) for text in texts) / sum(map(tokens, texts)), 4)
             for domain, texts in domains.items()
         }
-        sys.stdout.write(json.dumps({"trainer": name, **json.loads(ran.stdout), **metrics}) + "\n")
-        sys.stdout.flush()
+        show_json({"trainer": name, **ran, **metrics})
     if {"ours-exact", "hf"} <= set(options.trainers):
         ours, theirs = merges(options.work / "ours-exact"), merges(options.work / "hf")
         same = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-        sys.stdout.write(json.dumps({"merges": [len(ours), len(theirs)], "equal_up_to": same}) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        show_json({"merges": [len(ours), len(theirs)], "equal_up_to": same})

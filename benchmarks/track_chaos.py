@@ -1,6 +1,6 @@
 """Step time of training with the record on, and with each fault, relative to logging off.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.track_chaos --out runs/first --work /somewhere --rounds 3
+    OMP_NUM_THREADS=1 python -m benchmarks track_chaos --out runs/first --work /somewhere --rounds 3
 
 ``--out`` is a finished quickstart: its tokens are trained on, in batches half as large. Runs of 100 steps, each in a
 process of its own, take turns of a few steps, so that a machine that is slow for a while is slow for all; the result is
@@ -9,17 +9,15 @@ the ratio of median step times.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import shutil
 import statistics
-import sys
 import time
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.common import benchmark_parser, show_json
 from tests.track.chaos import KINDS, chaos
 
 from zero2all.recipe import Recipe, load_recipe
@@ -71,7 +69,7 @@ def round_of_turns(recipes: dict[str, tuple[Recipe, Path]]) -> dict[str, list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
@@ -92,8 +90,4 @@ def main() -> None:
             shutil.rmtree(work, ignore_errors=True)
     medians = {kind: statistics.median(timings) for kind, timings in seconds.items()}
     report = {kind: {"step_seconds": took, "against_off": took / medians["off"]} for kind, took in medians.items()}
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(report, indent=2)

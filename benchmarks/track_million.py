@@ -1,17 +1,17 @@
 """A record of a million steps of 60 scalars: bytes on disk, and the time until a real browser shows its first chart.
 
-python -m benchmarks.track_million --work /somewhere/large
+python -m benchmarks track_million --work /somewhere/large
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.common import benchmark_parser
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.track.browser import browser, watching
 
@@ -48,7 +48,7 @@ def resident_mb(pid: int, what: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--scalars", type=int, default=60)
@@ -72,7 +72,3 @@ def main() -> None:
                 f"z2a watch ready after {ready:.2f} s; first chart {drawn:.2f} s after the page was requested; "
                 f"server {resident_mb(server.pid, 'VmRSS'):.0f} MB, at most {resident_mb(server.pid, 'VmHWM'):.0f} MB"
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Our trainer beside a bare hand-written loop, and beside other trainers: tokens a second, turn by turn.
 
-    python benchmarks/trainer.py RUN --layout ddp --rounds 3       # against a bare loop on 2 ranks: ddp or fsdp
-    python benchmarks/trainer.py RUN --peers --rounds 3            # one process, against transformers.Trainer
-    python benchmarks/trainer.py RUN --peers --litgpt PYTHON       # and against litgpt, see trainer_litgpt.py
+    python -m benchmarks trainer RUN --layout ddp --rounds 3       # against a bare loop on 2 ranks: ddp or fsdp
+    python -m benchmarks trainer RUN --peers --rounds 3            # one process, against transformers.Trainer
+    python -m benchmarks trainer RUN --peers --litgpt PYTHON       # and against litgpt, see peers/trainer_litgpt.py
 
 RUN is a directory with a tokenizer and tokens, such as a quickstart leaves; only its token store is read. The shape is
 the 25M preset, bf16 where the machine has it; beside peers all are compiled, as litgpt always is. Each contender runs
@@ -15,16 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.common import benchmark_parser, read_child, show_json, take_turns
 from torch import Tensor, nn
 
 from zero2all.hardware import compute_dtype
@@ -165,7 +166,7 @@ def contend(options: argparse.Namespace) -> None:
             found = {"ours": ours, "transformers": transformers}[options.contender](recipe, watch)
     if not int(os.environ.get("RANK", "0")):
         rate = recipe.train.tokens_per_step / median(watch.seconds())
-        print(json.dumps({"tokens_per_second": rate, **found}))  # noqa: T201
+        show_json({"tokens_per_second": rate, **found})
 
 
 def litgpt(options: argparse.Namespace) -> dict[str, Any]:
@@ -190,14 +191,12 @@ def litgpt(options: argparse.Namespace) -> dict[str, Any]:
         "steps": options.steps,
         "bf16": compute_dtype(train_options.precision, torch.device("cpu")) == torch.bfloat16,
     }
-    script = Path(__file__).with_name("trainer_litgpt.py")
+    script = Path(__file__).parent / "peers" / "trainer_litgpt.py"
     return last_line([options.litgpt, str(script), json.dumps(shape)], options.threads or os.cpu_count() or 1)
 
 
-def last_line(command: list[str], threads: int) -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    metrics: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def last_line(words: list[str], threads: int) -> dict[str, Any]:
+    metrics: dict[str, Any] = read_child(words, OMP_NUM_THREADS=str(threads))
     return metrics
 
 
@@ -207,14 +206,15 @@ def measured(options: argparse.Namespace, contender: str) -> dict[str, Any]:
     ranks = 1 if options.layout == "one" else 2
     runner = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     runner += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
-    words = [*runner, __file__, options.run, "--layout", options.layout, "--steps", str(options.steps)]
+    words = [*runner, "-m", "benchmarks", "trainer", options.run, "--layout", options.layout]
+    words += ["--steps", str(options.steps)]
     words += ["--peers"] if options.peers else []
     threads = options.threads or max(1, (os.cpu_count() or 1) // ranks)
     return last_line([*words, "--contender", contender], threads)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("run")
     parser.add_argument("--layout", choices=["one", "ddp", "fsdp"], default="one")
     parser.add_argument("--peers", action="store_true")
@@ -230,28 +230,17 @@ def main() -> None:
     contenders = ["ours", "transformers"] if options.peers else ["ours", "bare"]
     if options.litgpt:
         contenders.append("litgpt")
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name in contenders:
-            found[name].append(measured(options, name))
+    found = take_turns({name: partial(measured, options, name) for name in contenders}, options.rounds)
     rates = {name: median(one["tokens_per_second"] for one in turns) for name, turns in found.items()}
     best = max(contenders[1:], key=lambda name: rates[name])
     waits = [one["data_wait"] for one in found["ours"]]
-    print(  # noqa: T201
-        json.dumps(
-            {
-                "layout": options.layout,
-                "tokens_per_second": rates,
-                "ours_to_" + best: rates["ours"] / rates[best],
-                "data_wait": median(waits),
-                "threads": options.threads,
-                "torch": torch.__version__,
-                "cores": os.cpu_count(),
-            },
-            indent=2,
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    result = {
+        "layout": options.layout,
+        "tokens_per_second": rates,
+        "ours_to_" + best: rates["ours"] / rates[best],
+        "data_wait": median(waits),
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+    }
+    show_json(result, indent=2)

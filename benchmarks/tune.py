@@ -1,7 +1,7 @@
 """``z2a tune`` against an exhaustive grid: is its winner within 5 % of the best, in under a third of the trials?
 
     z2a quickstart --out runs/tune train.steps=1
-    python benchmarks/tune.py runs/tune/recipe.yaml model.preset=z2all-25m train.seq_len=128 train.batch_tokens=2Ki \\
+    python -m benchmarks tune runs/tune/recipe.yaml model.preset=z2all-25m train.seq_len=128 train.batch_tokens=2Ki \\
         train.compile=false --steps 5             # about two hours on two cores; the machine must be idle otherwise
 
 The tuner runs first. Then every candidate is measured in each of ``--rounds`` rounds, every other round backwards, and
@@ -10,11 +10,10 @@ its speed is the median over rounds. Both are resumed by the same command.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, show, show_json
 
 from zero2all.experiments.stages import build_missing_stages
 from zero2all.experiments.tune import Trials, TuneOptions, tune_recipe, tune_text
@@ -37,7 +36,7 @@ def measure_grid(path: Path, words: list[str], options: TuneOptions) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=8, help="of a trial, after warm-up")
@@ -45,7 +44,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     tune_options = TuneOptions(steps=options.steps, rounds=options.rounds)
     report = tune_recipe(options.recipe, options.overrides, tune_options, name="tune-against-grid")
-    sys.stdout.write(tune_text(report) + "\n")
+    show(tune_text(report))
     grid = measure_grid(options.recipe, options.overrides, tune_options)
     best, winner = min(grid, key=grid.__getitem__), report.rows[0].candidate
     result = {
@@ -57,8 +56,4 @@ def main() -> None:
         "winner": winner,
         "winner_slower_by": grid[winner] / grid[best] - 1,
     }
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show_json(result, indent=2)

@@ -1,6 +1,6 @@
 """Time to the first page of ``z2a watch`` over many unfinished runs, and its CPU while nothing changes.
 
-    python benchmarks/watch_many_runs.py --runs 500 --steps 1500
+    python -m benchmarks watch_many_runs --runs 500 --steps 1500
 
 The page is there when ``/`` and ``/api/runs`` have been answered, counted from the start of the command. CPU is that of
 the server over the seconds after, as a share of one core; one run is appended to meanwhile, and must still be followed.
@@ -8,7 +8,6 @@ the server over the seconds after, as a share of one core; one run is appended t
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -18,6 +17,8 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+
+from benchmarks.common import benchmark_parser, show
 
 from zero2all.track import RunRecord
 
@@ -45,7 +46,7 @@ def get(url: str) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--idle", type=float, default=60.0, help="Seconds over which CPU is measured.")
@@ -78,12 +79,8 @@ def main() -> None:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-        sys.stdout.write(
+        show(
             f"{options.runs} runs of {options.steps} steps: listening after {listening:.1f} s, first page after "
             f"{shown:.1f} s and {used:.1f} s of CPU ({size / 1e6:.1f} MB), idle {100 * share:.1f} % of a core, a new "
-            f"step shown after {followed:.1f} s\n"
+            f"step shown after {followed:.1f} s"
         )
-
-
-if __name__ == "__main__":
-    main()

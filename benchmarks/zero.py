@@ -1,6 +1,6 @@
 """Step time of ZeRO stages and offload on two gloo ranks of this machine, in rounds that take turns.
 
-    python benchmarks/zero.py --work /tmp/zero
+    python -m benchmarks zero --work /tmp/zero
 
 On a CPU, collectives are copies between processes and offload moves nothing, so this is the cost of the method's own
 work: gathers and reductions of a step, and files against memory. On GPUs their transfer is on top.
@@ -8,15 +8,15 @@ work: gathers and reductions of a step, and files against memory. On GPUs their 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.common import benchmark_parser, markdown_table, median_ratio, show, take_turns
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
@@ -60,15 +60,12 @@ def measure(methods: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[f
     torch.set_num_threads(1)
     runs = {name: Run(sizes) for name, sizes in methods.items()}
     tokens = torch.randint(0, VOCAB, (MICROS, LENGTH + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
-            seconds[name].append(run.step(tokens))
-    return {name: found[1:] for name, found in seconds.items()}  # the first step builds buffers
+    # The first step builds buffers.
+    return take_turns({name: partial(run.step, tokens) for name, run in runs.items()}, rounds, warm_up=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="directory of the files of offload_dir")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
@@ -76,11 +73,8 @@ def main() -> None:
     methods["zero 2, offload cpu"] = {"zero": 2, "offload": "cpu"}
     methods["zero 2, offload cpu, offload_dir"] = {"zero": 2, "offload": "cpu", "offload_dir": options.work}
     seconds = run_ranks(RANKS, measure, methods, options.rounds, seconds=600)[0]
-    sys.stdout.write("| method | ms a step (median) | against zero 3 (median of rounds) |\n|---|---|---|\n")
-    for name, found in seconds.items():
-        ratio = statistics.median(own / third for own, third in zip(found, seconds["zero 3"], strict=True))
-        sys.stdout.write(f"| {name} | {1000 * statistics.median(found):.0f} | {ratio:.2f} |\n")
-
-
-if __name__ == "__main__":
-    main()
+    rows = [
+        (name, f"{1000 * statistics.median(found):.0f}", f"{median_ratio(found, seconds['zero 3']):.2f}")
+        for name, found in seconds.items()
+    ]
+    show(markdown_table(("method", "ms a step (median)", "against zero 3 (median of rounds)"), rows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-SPIN_COUNT = "3000"  # 43 us there; benchmarks/cpu_threads.py compares others
+SPIN_COUNT = "3000"  # 43 us there; python -m benchmarks cpu_threads compares others
 USER_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 

@@ -29,7 +29,7 @@ from zero2all.tokenizer.vocabulary import UNKNOWN, reserved_tokens
 from zero2all.tokenizer.word_count import BATCH_DOCUMENTS, select_documents
 from zero2all.units import show_bytes
 
-MEMORY_PER_BYTE = 28  # of text: 26 measured for Chinese, 9 for English (benchmarks/sentencepiece_memory.py)
+MEMORY_PER_BYTE = 28  # of text: 26 measured for Chinese, 9 for English (python -m benchmarks sentencepiece_memory)
 PROCESS_MEMORY = 300 << 20
 MAX_LINE_CHARACTERS = 1000  # the package skips lines above 4192 bytes
 TRAINER_OPTIONS: dict[str, Any] = {

@@ -19,7 +19,7 @@ from zero2all.torch_private import flash_attention_cpu, flash_attention_cpu_back
 MAX_FP32_BACKWARD = 1024
 """Up to this length torch's CPU kernel computes a backward pass in bf16 slower than in fp32, by 2 to 6 times.
 
-``python benchmarks/attention_cpu.py`` measures it, beside plain matrix products that keep all scores. On a CPU without
+``python -m benchmarks attention_cpu`` measures it, beside plain matrix products that keep all scores. On a CPU without
 bf16 units these are slower than the kernel, or as fast (fp32, up to 128 tokens): there is no form for short rows. The
 choice depends on length and type alone: a resumed run must compute the same.
 """

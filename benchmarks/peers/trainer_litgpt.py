@@ -1,9 +1,9 @@
-"""One contender for trainer.py: ``litgpt pretrain`` on a Llama of the same shape, its data in memory.
+"""One contender of the benchmark trainer: ``litgpt pretrain`` on a Llama of the same shape, its data in memory.
 
 It runs in a Python of its own, because litgpt wants its own versions of things:
 
     python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 && litgpt/bin/pip install litgpt requests
-    python benchmarks/trainer.py RUN --peers --litgpt litgpt/bin/python
+    python -m benchmarks trainer RUN --peers --litgpt litgpt/bin/python
 
 The shape comes as JSON on the command line; the last line of its output is tokens a second.
 """
