@@ -32,7 +32,9 @@ def main() -> None:
     name = sys.argv[1]
     if name not in names:
         close = get_close_matches(name, names)
-        sys.exit(f"no benchmark {name}{f': did you mean {close[0]}?' if close else ''}; python -m benchmarks lists all")
+        sys.exit(
+            f"no benchmark {name}{f': did you mean {close[0]}?' if close else ''}; 'python -m benchmarks' lists all"
+        )
     sys.argv = [f"python -m benchmarks {name}", *sys.argv[2:]]
     importlib.import_module(f"benchmarks.{name}").main()
 
