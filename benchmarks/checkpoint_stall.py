@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from benchmarks.common import benchmark_parser, show, show_json, wall_seconds
 
-from zero2all.bench.report_files import write_report
+from zero2all.bench.measurements import write_report
 from zero2all.checkpoint import SHM_DIRECTORY, CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup
 from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
 from zero2all.model import Z2all

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import benchmark_parser, markdown_table
 
-from zero2all.bench.report_files import write_report
+from zero2all.bench.measurements import write_report
 from zero2all.console import say
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster

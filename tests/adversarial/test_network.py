@@ -31,7 +31,7 @@ from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.network import NONCE_BYTES
 from zero2all.torch_private import TCPStore
-from zero2all.track.server import LoopbackHosts
+from zero2all.track.http_server import LoopbackHosts
 from zero2all.track.ssh import parse_address
 
 SEED = random.Random(7)

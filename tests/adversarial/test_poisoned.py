@@ -123,7 +123,7 @@ def test_a_command_runs_nothing_of_what_it_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     things, mark = artifacts
-    monkeypatch.setattr("zero2all.track.server.serve", lambda *_: None)  # it would serve until Ctrl-C
+    monkeypatch.setattr("zero2all.track.http_server.serve", lambda *_: None)  # it would serve until Ctrl-C
     target = things / f"{list(ARTIFACTS).index(thing)}.gguf"
     places = {"TARGET": str(target), "OUT": str(tmp_path / "out"), "RECIPE": str(exported[1])}
     words = COMMANDS[name]

@@ -22,7 +22,7 @@ from zero2all.checkpoint.checkpoint_manager import CheckpointManager
 from zero2all.elastic.job_secret import find_secret
 from zero2all.io import host_id, staging_dir, write_text
 from zero2all.recipe import recipe_yaml
-from zero2all.track.access_key import load_key
+from zero2all.track.http_server import load_key
 from zero2all.train import Run
 
 pytestmark = needs_root

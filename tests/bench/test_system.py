@@ -24,9 +24,9 @@ from zero2all.bench.measurements import (
     report_markdown,
     speedups,
     this_machine,
+    write_report,
 )
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.bench.report_files import write_report
 from zero2all.bench.tokenize import bench_tokenize
 from zero2all.cli.main import app
 from zero2all.errors import UsageError

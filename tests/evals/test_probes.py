@@ -13,9 +13,8 @@ import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.errors import RecipeError, UsageError
-from zero2all.evals.probe_report import format_probes
 from zero2all.evals.probe_suite import ProbeSuite, builtin_suites, load_suite
-from zero2all.evals.probes import ProbeResult, evaluate_checkpoints, evaluate_suite, find_checkpoints
+from zero2all.evals.probes import ProbeResult, evaluate_checkpoints, evaluate_suite, find_checkpoints, format_probes
 from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer

@@ -14,11 +14,9 @@ from tests.evals.bench.fakes import write_benchmarks
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.evals import watch
-from zero2all.evals.eval_lines import ANSWER_BITS, BITS_PER_BYTE, CENTERED_ACCURACY, NATS_PER_TOKEN
 from zero2all.evals.probe_suite import ProbeSuite, load_suite
-from zero2all.evals.verdicts import verdicts
+from zero2all.evals.report import ANSWER_BITS, BITS_PER_BYTE, CENTERED_ACCURACY, NATS_PER_TOKEN, read_evals, verdicts
 from zero2all.evals.watch import WatchOptions, watch_run
-from zero2all.experiments.eval_report import read_evals
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView

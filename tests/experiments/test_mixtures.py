@@ -22,8 +22,8 @@ from zero2all.charts.terminal import line_text
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.experiments import build_report, open_experiment, report_text, runner
-from zero2all.experiments.mixture_report import effect_text
 from zero2all.experiments.mixtures import SHARE_KEY, plan_mixtures
+from zero2all.experiments.report import effect_text
 from zero2all.experiments.target import parse_target
 from zero2all.experiments.variants import ExperimentPlan
 from zero2all.recipe import load_recipe, recipe_yaml

@@ -17,7 +17,7 @@ from zero2all.charts.terminal import line_text
 from zero2all.errors import Z2aError
 from zero2all.experiments import build_report, open_experiment, report_text
 from zero2all.experiments.comparison import Comparison
-from zero2all.experiments.plots import is_geometric, sweep_plot
+from zero2all.experiments.summary import is_geometric, sweep_plot
 from zero2all.io import write_record
 from zero2all.records import to_json
 from zero2all.track.experiment_record import EXPERIMENT_FILE, MAX_FILE_BYTES, ExperimentRecord, read_experiment

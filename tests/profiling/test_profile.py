@@ -20,8 +20,8 @@ from zero2all.errors import UsageError
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.z2all import Block
 from zero2all.profiling import Profile, format_profile, profile_recipe
-from zero2all.profiling.advice import RankTimes, slow_rank, suggest
 from zero2all.profiling.memory import thin_out
+from zero2all.profiling.report import RankTimes, slow_rank, suggest
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import train
 from zero2all.train.step_timer import PARTS, StepTime

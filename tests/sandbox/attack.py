@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zero2all.sandbox import Limits, Sandbox, sandbox
 from zero2all.sandbox.backends import Launch, sandlock
-from zero2all.sandbox.system_call_rules import system_calls
+from zero2all.sandbox.seccomp import system_calls
 
 # V: the pid of the victim. F: a pidfd of it, if there is one. P: a readable pipe. B(n): n zero bytes. I(...): integers.
 ARGUMENTS = {

@@ -18,8 +18,7 @@ from tests.sandbox import attack
 from tests.sandbox.make_system_calls import identities
 
 import zero2all
-from zero2all.sandbox.seccomp import seccomp_filter
-from zero2all.sandbox.system_call_rules import MACHINES, RULES, system_calls
+from zero2all.sandbox.seccomp import MACHINES, RULES, seccomp_filter, system_calls
 
 ALLOWED, NOBODY = 0, 65534
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

@@ -14,7 +14,7 @@ import uvicorn
 from zero2all.serve.api_answers import ServedModel
 from zero2all.serve.app import ServerLimits, build_api
 from zero2all.serve.engine import Engine
-from zero2all.track.server import server_config
+from zero2all.track.http_server import server_config
 
 KEY = "a key of the tests"
 

@@ -19,9 +19,9 @@ import torch
 from tests.serve.servers import KEY, Served, serve, wait_until_idle
 from zero2all.generation import SamplingParams
 from zero2all.generation.decoder import Request
+from zero2all.serve.api_answers import parse_tool_calls
 from zero2all.serve.app import ServerLimits
 from zero2all.serve.engine import Engine, Failure, TooManyAnswersError
-from zero2all.serve.tool_calls import parse_tool_calls
 from zero2all.train import Run
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.serve.servers import KEY, Served, wait_until_idle
-from zero2all.serve.openapi import openapi_schema
+from zero2all.serve.api_requests import openapi_schema
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -22,7 +22,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
-from zero2all.track.server import serve
+from zero2all.track.http_server import serve
 
 async def page(request):
     return PlainTextResponse("a page" if request.method == "GET" else str(len(await request.body())))

@@ -24,10 +24,10 @@ from tests.track.browser import watching
 from tests.track.test_hostile import BAD_LINES, UNUSUAL_LINES, as_bytes
 from zero2all.errors import UsageError, Z2aError
 from zero2all.track import prometheus
-from zero2all.track.access_key import load_key
 from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import check_health
+from zero2all.track.http_server import load_key
 from zero2all.track.prometheus import CONTENT_TYPE, FAMILIES, exposition, run_series, unreadable_run
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView

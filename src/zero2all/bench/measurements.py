@@ -11,7 +11,8 @@ import torch
 
 from zero2all import __version__
 from zero2all.errors import UsageError, Z2aError
-from zero2all.records import decode_json, parse_record
+from zero2all.io import write_json, write_text
+from zero2all.records import decode_json, parse_record, to_json
 
 Unit = Literal["tokens/s", "MB/s", "GB/s", "ms"]
 LOWER_IS_BETTER: tuple[Unit, ...] = ("ms",)
@@ -107,3 +108,10 @@ def report_markdown(report: BenchReport, earlier: BenchReport | None = None) -> 
             cells += [f"{old.value:,.4g}" if old else "", f"{ratios[row.name]:.2f}x" if row.name in ratios else ""]
         lines.append(f"| {' | '.join([*cells, row.note])} |")
     return "\n".join(lines) + "\n"
+
+
+def write_report(out: Path, name: str, report: object, markdown: str) -> None:
+    """``<out>/<name>.md`` for people, ``<out>/<name>.json`` of a record for programs."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / f"{name}.md", markdown)
+    write_json(out / f"{name}.json", to_json(report))

@@ -34,9 +34,8 @@ def eval_probes(
 
     Example: z2a eval probes runs/first --steps all
     """
-    from zero2all.evals.probe_report import format_probes
     from zero2all.evals.probe_suite import load_suite
-    from zero2all.evals.probes import default_suites, evaluate_checkpoints, find_checkpoints
+    from zero2all.evals.probes import default_suites, evaluate_checkpoints, find_checkpoints, format_probes
 
     suites = [load_suite(name) for name in suite or []]  # mistakes in them come before the weights are read
     locations = find_checkpoints(target, steps)

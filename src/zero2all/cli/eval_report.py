@@ -23,7 +23,7 @@ def eval_report(
 
     Example: z2a eval report runs/first runs/deeper --html evals.html
     """
-    from zero2all.experiments.eval_report import read_evals, report_html, report_markdown
+    from zero2all.evals.report import read_evals, report_html, report_markdown
     from zero2all.io import write_text
 
     found = read_evals(runs)

@@ -128,7 +128,7 @@ def sweep(
     Example: z2a sweep my.yaml train.optimizer.lr=1e-3,2e-3,4e-3 model.num_hidden_layers=3,4 --seeds 2 --budget 5m
     """
     from zero2all.experiments import open_experiment, plan_mixtures, plan_sweep, run_experiment, write_suggestion
-    from zero2all.experiments.mixture_report import check_command
+    from zero2all.experiments.report import check_command
     from zero2all.experiments.target import parse_target
     from zero2all.recipe import load_recipe
 

@@ -62,7 +62,7 @@ def serve(
     from zero2all.serve.api_answers import ServedModel
     from zero2all.serve.app import ServerLimits, build_api
     from zero2all.serve.engine import Engine
-    from zero2all.track.server import serve as run_server
+    from zero2all.track.http_server import serve as run_server
 
     found = find_target(target, step)
     begin_id = begin_token(found.run) if found.run is not None else found.tokenizer.begin_token_id

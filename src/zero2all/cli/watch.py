@@ -148,8 +148,8 @@ def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: 
     need("starlette", "track")
     need("uvicorn", "track")
     from zero2all.cli.documents_process import DocumentsProcess
-    from zero2all.track.access_key import load_key, new_key
-    from zero2all.track.server import build_app, serve
+    from zero2all.track.http_server import load_key, new_key, serve
+    from zero2all.track.server import build_app
 
     key = new_key() if key_file is None else load_key(key_file)
 

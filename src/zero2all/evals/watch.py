@@ -13,12 +13,11 @@ from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals.bench import BenchOptions, run_bench
 from zero2all.evals.bench.tasks import find_tasks
-from zero2all.evals.eval_lines import BITS_PER_BYTE, bench_lines, loss_lines
 from zero2all.evals.loss_report import LossOptions, report_loss
 from zero2all.evals.probe_suite import ProbeSuite
 from zero2all.evals.probes import evaluate_suite, probe_lines
+from zero2all.evals.report import BITS_PER_BYTE, bench_lines, loss_lines, verdicts
 from zero2all.evals.target import EvalTarget, TargetLocation, find_target
-from zero2all.evals.verdicts import verdicts
 from zero2all.findings import Finding
 from zero2all.io import MANIFEST
 from zero2all.track.eval_record import append_evals

@@ -11,7 +11,7 @@ import yaml
 from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.svg import line_svg
 from zero2all.errors import Z2aError
-from zero2all.experiments.eval_report import read_evals, report_markdown
+from zero2all.evals.report import read_evals, report_markdown
 from zero2all.io import read_json, write_text
 from zero2all.recipe import ModelConfig
 from zero2all.tokens import TokenStore

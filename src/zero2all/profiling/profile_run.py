@@ -13,10 +13,9 @@ from torch.profiler import profile
 from zero2all.errors import Interrupted, UsageError
 from zero2all.hardware import peak_at_least, synchronize
 from zero2all.io import write_json, write_text
-from zero2all.profiling.advice import RankTimes, mean_time, suggest
 from zero2all.profiling.memory import MemoryTracker, cuda_memory_history
 from zero2all.profiling.operators import TRACE_FILES, flop_counter, list_operators, start_profiler, write_trace
-from zero2all.profiling.report import SHOWN_OPERATORS, Profile, format_profile
+from zero2all.profiling.report import SHOWN_OPERATORS, Profile, RankTimes, format_profile, mean_time, suggest
 from zero2all.recipe import Recipe
 from zero2all.records import to_json
 from zero2all.train import Trainer, TrainerHooks

@@ -2,16 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from zero2all.charts.terminal import bar_text
 from zero2all.findings import Finding
-from zero2all.profiling.advice import RankTimes
 from zero2all.profiling.memory import MemoryPeak
 from zero2all.profiling.operators import Operator
-from zero2all.train.step_timer import PARTS, StepTime
+from zero2all.recipe import Recipe
+from zero2all.train.step_timer import PARTS, Part, StepTime
 from zero2all.units import show_bytes
+
+MAX_SUGGESTIONS = 3
+SLOW_RANK = 1.15  # times the work of the median of the others
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Mean seconds of each part of a step, by rank."""
+
+    ranks: list[StepTime]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; ranks wait for each other, so all have about the same."""
+        return sum(times.seconds for times in self.ranks) / len(self.ranks)
+
+    def share(self, part: Part) -> float:
+        """Of the step, over all ranks."""
+        return sum(times.parts[part] for times in self.ranks) / len(self.ranks) / self.seconds
+
+
+def mean_time(times: Sequence[StepTime]) -> StepTime:
+    parts = {part: sum(each.parts[part] for each in times) / len(times) for part in PARTS}
+    return StepTime(sum(parts.values()), parts)
+
+
+def suggest(times: RankTimes, recipe: Recipe) -> list[Finding]:
+    """At most three suggestions, the most important first; none if no part stands out."""
+    return [*_one_rank(times, recipe), *_parts(times, recipe)][:MAX_SUGGESTIONS]
+
+
+def slow_rank(times: RankTimes) -> int | None:
+    """The rank that the others wait for: its own work takes longer than theirs."""
+    if len(times.ranks) < 2:
+        return None
+    work = [each.seconds - each.parts["communication"] for each in times.ranks]
+    slowest = max(range(len(work)), key=work.__getitem__)
+    others = median(work[:slowest] + work[slowest + 1 :])
+    return slowest if work[slowest] > SLOW_RANK * others else None
+
+
+def _one_rank(times: RankTimes, recipe: Recipe) -> Iterator[Finding]:
+    rank = slow_rank(times)
+    if rank is None or recipe.parallel.pp > 1:  # stages of a pipeline differ by design
+        return
+    own, others = times.ranks[rank], mean_time([each for at, each in enumerate(times.ranks) if at != rank])
+    parts = [part for part in PARTS if part != "communication"]
+    part = max(parts, key=lambda part: own.parts[part] - others.parts[part])
+    yield Finding(
+        "note",
+        f"rank {rank}",
+        f"slow, and the others wait for it: {part} takes {1000 * own.parts[part]:.1f} ms there and "
+        f"{1000 * others.parts[part]:.1f} ms elsewhere",
+        "check that machine with 'z2a doctor', and what else runs on it",
+    )
+
+
+PARTS_THAT_STAND_OUT: dict[Part, tuple[float, str, str]] = {
+    "data": (
+        0.05,
+        "waiting for data: the loader is slower than the model",
+        "put the tokens on a local disk (tokens.dir), and check that other programs leave it a core",
+    ),
+    "communication": (0.2, "exposed communication", ""),
+    "optimizer": (0.2, "the optimizer, for a batch of any size", "a larger train.batch_tokens makes it rarer"),
+    "logging": (0.05, "logging", "raise track.log_every and track.layer_norms_every"),
+    "loss": (
+        0.3,
+        "output head and loss: the vocabulary is large for this model",
+        "a smaller tokenizer.vocab_size, or more layers",
+    ),
+    "other": (
+        0.15,
+        "in no named part: steps are too short for the host",
+        "use larger micro-batches (train.micro_batch_tokens) or train.compile=true, and look at trace.json",
+    ),
+}
+"""The share of a step from which on they do, why, and what to do."""
+
+
+def _parts(times: RankTimes, recipe: Recipe) -> Iterator[Finding]:
+    for part, (limit, why, remedy) in PARTS_THAT_STAND_OUT.items():
+        if part == "communication" and slow_rank(times) is not None:  # who waits for it need not change the layout
+            continue
+        if (share := times.share(part)) >= limit:
+            yield Finding("note", part, f"{share:.0%} of the step is {why}", remedy or _layout_remedy(times, recipe))
+
+
+def _layout_remedy(times: RankTimes, recipe: Recipe) -> str:
+    parallel = recipe.parallel
+    if parallel.pp > 1:
+        return "most of it is the bubble of the pipeline: use more micro-batches (train.micro_batch_tokens)"
+    if parallel.tp > 1:
+        return "keep the ranks of parallel.tp inside a node, or lower parallel.tp in favour of FSDP"
+    if parallel.dp_replicate == len(times.ranks):
+        return "gradients are all-reduced once a step: a larger train.batch_tokens makes that rarer"
+    if parallel.reshard_after_forward != "never":
+        return "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
+    return "try larger micro-batches (train.micro_batch_tokens), or parallel.gradient_sync=last"
+
 
 SHOWN_OPERATORS = 10
 SHOWN_RANKS = 16

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import platform
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 
 from zero2all.errors import Z2aError
-from zero2all.sandbox.system_call_rules import MACHINES, RULES, Check, Rule, system_calls
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
@@ -61,3 +65,200 @@ def _checked(check: Check, denied: Instruction) -> list[Instruction]:
         rest = 2 * (len(check.ranges) - index - 1) + 1
         block += [(_JUMP_AT_LEAST, 0, 1, low), (_JUMP_ABOVE, 0, rest, high)]
     return [*block, denied]
+
+
+MACHINES = ("x86_64", "aarch64")
+_MAX = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the low 32 bits of an argument may be. The kernel ignores the rest of all arguments that are checked."""
+
+    argument: int
+    ranges: tuple[tuple[int, int], ...] = ((0, _MAX),)
+    """Values, with both ends; in order."""
+    forbidden_bits: int = 0
+
+
+Checks = tuple[Check, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a system call is allowed: if all checks hold. ``None``: never."""
+
+    reason: str
+    checks: Checks | None
+    namespaced: Checks | None
+    """The same in a PID namespace, where only processes of the sandbox have a pid."""
+    error: int = errno.EPERM
+
+
+def _allow(reason: str) -> Rule:
+    return Rule(reason, (), ())
+
+
+def _deny(reason: str, error: int = errno.EPERM) -> Rule:
+    return Rule(reason, None, None, error)
+
+
+def _only(reason: str, *checks: Check) -> Rule:
+    return Rule(reason, checks, checks)
+
+
+def _namespace(reason: str, *checks: Check, always: Checks = ()) -> Rule:
+    """Allowed in a PID namespace; without one only if the checks hold."""
+    return Rule(reason, (*always, *checks), always)
+
+
+def _is(argument: int, value: int) -> Check:
+    return Check(argument, ((value, value),))
+
+
+def _is_not(argument: int, *values: int) -> Check:
+    edges = [-1, *sorted(values), _MAX + 1]
+    return Check(argument, tuple((low + 1, high - 1) for low, high in pairwise(edges)))
+
+
+_OWN = _is(0, 0)  # pid 0 is the caller
+_PIDFD_ONLY_INSIDE = Rule("a pidfd comes from pidfd_open", None, ())
+_INSPECT = "reads or changes the memory, files or speed of a different process"
+_SIGNAL = "signals a process"
+_USERS = "the sandbox has one user"
+_KEYS = "keys belong to a user, not to a process"
+_CLOCK = Check(0, ((0, 2**31 - 1), (2**32 - 8, _MAX)))  # -8 to -1: the caller; below: ~pid << 3
+_CLOCKS = "negative clocks are the CPU time of a process"
+_FILES = "Landlock has no rule for it"
+_HIDDEN_MEMORY = "memory that counts for no process"
+_MOUNT = "namespaces, in which further file systems can be mounted"
+_WATCH = "sees what happens to files outside"
+_F_SETOWN, _F_SETOWN_EX = 8, 15
+_FIOSETOWN, _SIOCSPGRP, _TIOCSPGRP = 0x8901, 0x8902, 0x5410
+_PR_SCHED_CORE = 62
+_PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+
+RULES: Mapping[str, Rule] = {
+    # Limits and priorities
+    "prlimit64": _only("sets limits, which can end a process", _OWN),
+    "getpriority": _namespace("reads a priority", _is(1, 0), always=(_is(0, _PRIO_PROCESS),)),
+    "setpriority": _namespace("slows a process", _is(1, 0), always=(_is(0, _PRIO_PROCESS),)),
+    "ioprio_get": _namespace("reads a priority", _is(1, 0), always=(_is(0, _IOPRIO_WHO_PROCESS),)),
+    "ioprio_set": _namespace("slows a process", _is(1, 0), always=(_is(0, _IOPRIO_WHO_PROCESS),)),
+    **{
+        name: _namespace("reads or changes the scheduling of a process", _OWN)
+        for name in (
+            "sched_getaffinity", "sched_getattr", "sched_getparam", "sched_getscheduler", "sched_rr_get_interval",
+            "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler",
+        )
+    },
+    "getrusage": _allow("of the caller and its children"),
+    # Signals and process groups
+    "kill": _namespace(_SIGNAL, _OWN),
+    "tkill": _namespace(_SIGNAL, _OWN),
+    "tgkill": _namespace(_SIGNAL, _OWN),
+    "rt_sigqueueinfo": _namespace(_SIGNAL, _OWN),
+    "rt_tgsigqueueinfo": _namespace(_SIGNAL, _OWN),
+    "pidfd_open": _namespace("the handle takes signals", _OWN),
+    "pidfd_send_signal": _PIDFD_ONLY_INSIDE,
+    "getpgid": _namespace("shows that a process exists", _OWN),
+    "getsid": _namespace("shows that a process exists", _OWN),
+    "setpgid": _namespace("children only, but shows that a process exists", _OWN),
+    "wait4": _allow("children only"),
+    "waitid": _allow("children only"),
+    "fcntl": _only("F_SETOWN: the kernel signals a process", _is_not(1, _F_SETOWN, _F_SETOWN_EX)),
+    "ioctl": _only("the kernel signals a process or group", _is_not(1, _FIOSETOWN, _SIOCSPGRP, _TIOCSPGRP)),
+    # Inspection of processes
+    **{
+        name: _deny(_INSPECT)
+        for name in (
+            "bpf", "kcmp", "perf_event_open", "pidfd_getfd", "process_madvise", "process_mrelease",
+            "process_vm_readv", "process_vm_writev", "ptrace",
+        )
+    },
+    "get_robust_list": _only("shows addresses of a process", _OWN),
+    "migrate_pages": _only("moves the memory of a process", _OWN),
+    "move_pages": _only("moves the memory of a process", _OWN),
+    "prctl": _only("PR_SCHED_CORE: changes where a process runs", _is_not(0, _PR_SCHED_CORE)),
+    "clock_getres": _namespace(_CLOCKS, _CLOCK),
+    "clock_gettime": _namespace(_CLOCKS, _CLOCK),
+    "clock_nanosleep": _namespace(_CLOCKS, _CLOCK),
+    "timer_create": _namespace(_CLOCKS + "; signals only threads of the caller", _CLOCK),
+    "clock_adjtime": _deny("the time of the system"),
+    "clock_settime": _deny("the time of the system"),
+    "name_to_handle_at": _deny("handles of files and processes"),
+    "open_by_handle_at": _deny("handles of files and processes"),
+    # Users, groups, capabilities
+    **{
+        name: _deny(_USERS)
+        for name in (
+            "capget", "capset", "quotactl", "quotactl_fd", "setfsgid", "setfsuid", "setgid", "setgroups", "setregid",
+            "setresgid", "setresuid", "setreuid", "setuid",
+        )
+    },
+    **{name: _allow("of the caller") for name in ("getgroups", "getresgid", "getresuid")},
+    **{name: _deny(_KEYS) for name in ("add_key", "keyctl", "request_key")},
+    "sendmsg": _allow("SCM_CREDENTIALS: the kernel checks them"),
+    "sendmmsg": _allow("SCM_CREDENTIALS: the kernel checks them"),
+    # Namespaces
+    "clone": _only(_MOUNT, Check(0, forbidden_bits=_NEW_NAMESPACES)),
+    "clone3": _deny("the flags are in memory, which a filter cannot read; C libraries then use clone", errno.ENOSYS),
+    "setns": _deny(_MOUNT),
+    "unshare": _deny(_MOUNT),
+    # Past the filter, past the limits
+    **{
+        name: _deny("requests skip the filter", errno.ENOSYS)
+        for name in ("io_uring_enter", "io_uring_register", "io_uring_setup")
+    },
+    **{
+        name: _deny(_HIDDEN_MEMORY)
+        for name in (
+            "memfd_create", "memfd_secret", "mq_open", "msgctl", "msgget", "semctl", "semget", "shmctl", "shmget",
+        )
+    },
+    # Files and networks
+    **{
+        name: _deny(_FILES)
+        for name in (
+            "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown", "utime", "utimes",
+            "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr",
+            "lremovexattr", "fremovexattr", "removexattrat", "file_setattr", "statfs", "fstatfs",
+        )
+    },
+    **{
+        name: _deny(_WATCH)
+        for name in ("fanotify_init", "fanotify_mark", "inotify_add_watch", "inotify_init", "inotify_init1")
+    },
+    "socket": _only(
+        "netlink and packet sockets show the network of the machine",
+        Check(0, ((_AF_UNIX, _AF_INET), (_AF_INET6, _AF_INET6))),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SystemCall:
+    """A line of ``system_calls.tsv``."""
+
+    name: str
+    numbers: Mapping[str, int]
+    """By machine, where it has the call."""
+    arguments: tuple[str, ...]
+    identities: str
+    """What it takes of processes, users and groups; empty: nothing."""
+
+
+@cache
+def system_calls() -> tuple[SystemCall, ...]:
+    with Path(__file__).with_name("system_calls.tsv").open(encoding="utf-8", newline="") as file:
+        return tuple(
+            SystemCall(
+                row["name"],
+                {machine: int(row[machine]) for machine in MACHINES if row[machine] != "-"},
+                tuple(row["arguments"].split("; ")) if row["arguments"] != "-" else (),
+                row["identities"] if row["identities"] != "-" else "",
+            )
+            for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        )

@@ -45,15 +45,14 @@ from zero2all.serve.api_requests import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    openapi_schema,
 )
-from zero2all.serve.engine import BusyError, Engine, Failure, TooManyAnswersError
+from zero2all.serve.engine import BusyError, Engine, Failure, TooManyAnswersError, metrics_text
 from zero2all.serve.grammar import ANY_OBJECT, JsonConstraint, JsonGrammars
-from zero2all.serve.openapi import openapi_schema
-from zero2all.serve.server_metrics import metrics_text
 from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError
 from zero2all.tokenizer.tokenizer import repair_surrogates
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
-from zero2all.track.server import HEADERS
+from zero2all.track.http_server import HEADERS, bearer_token
 
 PAGE = Path(__file__).with_name("chat.html")
 POLL_SECONDS = 1.0  # between two looks at whether a client is still there
@@ -230,10 +229,7 @@ class Api:
         )
 
     def _check_key(self, request: Request) -> None:
-        if self._key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
+        if self._key is not None and not hmac.compare_digest(bearer_token(request).encode(), self._key.encode()):
             raise ApiError(401, "the key is missing or wrong: send 'Authorization: Bearer KEY'", "invalid_api_key")
 
     def _check_model(self, name: str) -> None:

@@ -10,8 +10,6 @@ import asyncio
 import hmac
 import json
 import math
-import re
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +19,6 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -29,7 +26,6 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zero2all.errors import Z2aError
 from zero2all.findings import Finding, PageFinding, page_finding
@@ -37,7 +33,7 @@ from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
 from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import check_health
-from zero2all.track.http_connections import ConnectionLimits, QuietDisconnects
+from zero2all.track.http_server import HEADERS, bearer_token
 from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
 from zero2all.track.record_lines import EventLine, LoggedLine, RecordLine, line_to_json, restart_step
 from zero2all.track.record_reader import Array, MetricTable
@@ -58,15 +54,6 @@ OPENING_SECONDS = 1.0  # for which the page waits at the start; what has not bee
 DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
 MAX_BYTES_PER_SCRAPE = 16 * 2**20  # of records, for the goodput of runs; one or two seconds
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a blame', with losses or without
 DocumentLookup = Callable[[Path, int, bool], object]
 RunSearch = Callable[[], list[RunView]]
@@ -315,8 +302,7 @@ class DashboardHandlers:
 
     def _check(self, request: Request) -> None:
         """The key is in the address, as for the page, or in the header ``Authorization: Bearer KEY``."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = [request.query_params.get("key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        given = [request.query_params.get("key", ""), bearer_token(request)]
         if not any(hmac.compare_digest(key.encode(), self._key.encode()) for key in given):
             raise HTTPException(403, "the address of the page ends in a key; use the one that 'z2a watch' printed")
 
@@ -382,57 +368,6 @@ def _find_new(search: RunSearch, known: list[LiveRun], budget: CheckBudget) -> l
 
 def _unreachable(request: Request, error: Exception) -> Response:
     return Response(str(error), status_code=503, headers=HEADERS)
-
-
-class LoopbackHosts:
-    """Answers only requests that call this machine by a name of its own.
-
-    By DNS rebinding, a page from elsewhere can make its own name resolve to 127.0.0.1, and the browser then takes what
-    we serve for its own; but it still sends that name.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._is_allowed(scope):
-            refusal = Response("this server answers to 127.0.0.1 and localhost only", status_code=421, headers=HEADERS)
-            await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        return len(given) == 1 and re.sub(r":\d{1,5}$", "", given[0]).strip("[]").lower() in LOOPBACK_HOSTS
-
-
-def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serve until Ctrl-C. Calls ``ready`` with the port as soon as the page can be opened."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise Z2aError(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
-        listener.listen()
-        ready(listener.getsockname()[1])
-        served = LoopbackHosts(app) if host in LOOPBACK_HOSTS else app
-        uvicorn.Server(server_config(served)).run([listener])
-
-
-def server_config(app: ASGIApp) -> uvicorn.Config:
-    """Of ``z2a watch`` and ``z2a serve``."""
-    connection: Any = ConnectionLimits().make
-    return uvicorn.Config(
-        QuietDisconnects(app),
-        http=connection,
-        ws="none",
-        backlog=128,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-    )
 
 
 def summarize_run(run: RunView, findings: list[Finding]) -> RunSummary:

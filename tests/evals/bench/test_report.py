@@ -12,9 +12,16 @@ from tests.evals.bench.fakes import FakeScorer, write_benchmarks
 from zero2all.errors import UsageError
 from zero2all.evals import EvalTarget
 from zero2all.evals.bench import BenchOptions, format_report, run_bench
-from zero2all.evals.bench.confidence import mean_of_ratios, paired_difference, proportion, ratio
 from zero2all.evals.bench.evaluate import ItemResult
-from zero2all.evals.bench.report import ORIGINAL, Evaluation, compare
+from zero2all.evals.bench.report import (
+    ORIGINAL,
+    Evaluation,
+    compare,
+    mean_of_ratios,
+    paired_difference,
+    proportion,
+    ratio,
+)
 from zero2all.records import to_json
 from zero2all.sandbox import open_sandbox
 

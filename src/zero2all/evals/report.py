@@ -1,0 +1,249 @@
+"""What the evaluations of runs say: in words, and side by side as Markdown and HTML (``z2a eval report``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from zero2all.charts.page import html_page
+from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.svg import line_svg
+from zero2all.errors import UsageError
+from zero2all.evals.bench import BenchResult, Estimate
+from zero2all.evals.loss_report import CONFIDENCE, LossReport, loss_rows
+from zero2all.findings import Finding
+from zero2all.io import fingerprint
+from zero2all.track.eval_record import RESERVED, EvalCurve, EvalLine
+from zero2all.track.run_locations import LocalRunLocation
+from zero2all.track.run_view import RunView
+from zero2all.track.trend import SIGNIFICANT
+from zero2all.train import Run
+
+BITS_PER_BYTE, NATS_PER_TOKEN = "bits per byte", "nats per token"
+CENTERED_ACCURACY, ANSWER_BITS = "centered accuracy", "answer bits per byte"
+
+
+def loss_lines(step: int, report: LossReport) -> list[EvalLine]:
+    """The losses of a checkpoint: of all text, by source and by test set."""
+    now, lines = round(time.time(), 3), []
+    for label, metrics in loss_rows(report.evaluation).items():
+        name = "".join(" " if character in RESERVED else character for character in label)
+        digest = fingerprint([report.evaluation.scoring, metrics.bytes])
+        for suite, value, error in (
+            (BITS_PER_BYTE, metrics.bits_per_byte, metrics.bits_per_byte_error),
+            (NATS_PER_TOKEN, metrics.loss, metrics.loss_error),
+        ):
+            if value is not None:
+                lines.append(
+                    EvalLine(
+                        kind="loss",
+                        suite=suite,
+                        name=name,
+                        step=step,
+                        value=value,
+                        metric=suite,
+                        better="lower",
+                        digest=digest,
+                        error=None if error is None else CONFIDENCE * error,
+                        time=now,
+                    )
+                )
+    return lines
+
+
+def bench_lines(step: int, results: Sequence[BenchResult]) -> list[EvalLine]:
+    """The scores of a checkpoint on benchmarks, in the form in which each was asked first."""
+    now, lines = round(time.time(), 3), []
+    for result in results:
+        for name, estimate in (
+            (CENTERED_ACCURACY, result.centered_accuracy),
+            (ANSWER_BITS, result.answer_bits_per_byte),
+        ):
+            if estimate is not None:
+                lines.append(_bench_line(step, result, name, estimate, now))
+    return lines
+
+
+def _bench_line(step: int, result: BenchResult, name: str, estimate: Estimate, now: float) -> EvalLine:
+    return EvalLine(
+        kind="bench",
+        suite=result.task,
+        name=name,
+        step=step,
+        value=estimate.value,
+        metric=name,
+        better="higher" if name == CENTERED_ACCURACY else "lower",
+        digest=fingerprint([result.form, result.shots, result.items]),
+        error=(estimate.high - estimate.low) / 2,
+        time=now,
+    )
+
+
+KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
+Key = tuple[str, str, str]
+"""Kind, suite and name of a curve."""
+
+
+@dataclass(frozen=True)
+class RunEvals:
+    """The evaluations of a run."""
+
+    name: str
+    curves: list[EvalCurve]
+    verdicts: list[Finding]
+
+
+def read_evals(targets: Sequence[str]) -> list[RunEvals]:
+    """The evaluations of runs, as ``z2a eval watch`` and ``z2a eval probes`` have recorded them."""
+    found = []
+    for target in targets:
+        run = Run.open(Path(target))
+        view = RunView(LocalRunLocation(run.directory))
+        view.read_to_end()
+        curves = view.eval_curves()
+        if not curves:
+            raise UsageError(f"{target} has no evaluations of checkpoints: 'z2a eval watch {target} --once' makes them")
+        found.append(RunEvals(target, curves, verdicts(curves, run.tokenizer().vocab_size)))
+    return found
+
+
+def report_markdown(runs: Sequence[RunEvals]) -> str:
+    """A table for each kind: the newest value of each run, how it has changed, and whether that is a trend."""
+    parts = ["# Evaluation", ""]
+    for kind, title in KINDS.items():
+        keys = [key for key in _keys(runs) if key[0] == kind]
+        if keys:
+            parts += [f"## {title}", "", *_table(runs, keys), ""]
+    for run in runs:
+        if run.verdicts:
+            items = [f"- {_cell(f'{verdict.what}: {verdict.text}')}" for verdict in run.verdicts]
+            parts += [f"## What it says: {_cell(run.name)}", "", *items, ""]
+    parts.append("Newest checkpoint, and the first one in brackets.")
+    parts.append(f"* trend in the better direction, p < {SIGNIFICANT} after Holm's correction")
+    return "\n".join(parts) + "\n"
+
+
+def report_html(runs: Sequence[RunEvals]) -> str:
+    """The same with a plot of each metric over the checkpoints; one file, no script, nothing loaded from elsewhere."""
+    parts = ["<h1>Evaluation</h1>"]
+    for run in runs:
+        items = "".join(f"<li>{escape(f'{verdict.what}: {verdict.text}')}</li>" for verdict in run.verdicts)
+        parts.append(f"<h2>{escape(run.name)}</h2><ul>{items}</ul>")
+    for kind, title in KINDS.items():
+        keys = [key for key in _keys(runs) if key[0] == kind]
+        if keys:
+            parts.append(f"<h2>{title}</h2>{_html_table(runs, keys)}")
+            parts += [line_svg(plot, inline=True) for key in keys if (plot := _plot(runs, key)) is not None]
+    return html_page("Evaluation", "".join(parts))
+
+
+def _keys(runs: Sequence[RunEvals]) -> list[Key]:
+    return list(dict.fromkeys((curve.kind, curve.suite, curve.name) for run in runs for curve in run.curves))
+
+
+def _find(run: RunEvals, key: Key) -> EvalCurve | None:
+    return next((curve for curve in run.curves if (curve.kind, curve.suite, curve.name) == key), None)
+
+
+def _rows(runs: Sequence[RunEvals], keys: Sequence[Key]) -> list[list[str]]:
+    rows = [["suite", "name", *(run.name for run in runs)]]
+    for key in keys:
+        rows.append([key[1], key[2], *(_value(_find(run, key)) for run in runs)])
+    return rows
+
+
+def _value(curve: EvalCurve | None) -> str:
+    if curve is None:
+        return "-"
+    error = "" if curve.errors[-1] is None else f" ± {curve.errors[-1]:.3f}"
+    first = f" ({curve.values[0]:.4g})" if len(curve.values) > 1 else ""
+    mark = " *" if curve.p is not None and curve.p < SIGNIFICANT else ""
+    return f"{curve.values[-1]:.4g}{error}{first}{mark}"
+
+
+def _table(runs: Sequence[RunEvals], keys: Sequence[Key]) -> list[str]:
+    head, *rows = _rows(runs, keys)
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
+
+
+def _cell(text: str) -> str:
+    """Names of runs and test sets are data, not markup."""
+    return "".join(f"\\{character}" if character in "\\|<>`[]" else character for character in text)
+
+
+def _html_table(runs: Sequence[RunEvals], keys: Sequence[Key]) -> str:
+    head, *rows = _rows(runs, keys)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return "<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + f"</tr>{body}</table>"
+
+
+def _plot(runs: Sequence[RunEvals], key: Key) -> Plot | None:
+    """The metric over the steps of all runs that have it at several checkpoints."""
+    found = [(run.name, curve) for run in runs if (curve := _find(run, key)) is not None and len(curve.steps) > 1]
+    curves = [
+        Curve(
+            name, [(float(step), value) for step, value in zip(curve.steps, curve.values, strict=True)], colour=number
+        )
+        for number, (name, curve) in enumerate(found)
+    ]
+    return Plot(f"{key[1]}: {key[2]}", "step", found[0][1].metric, curves) if found else None
+
+
+GOOD_NATS = 2.0  # per token, on general knowledge: what pretraining teams expect of a base model that is worth aligning
+STEADY_EVALUATIONS = 4
+
+
+def verdicts(curves: Sequence[EvalCurve], vocab_size: int) -> list[Finding]:
+    """One for each thing worth knowing. ``vocab_size`` tells what a nat per token means."""
+    by_key = {(curve.kind, curve.suite, curve.name): curve for curve in curves}
+    found: list[Finding] = []
+    for curve in curves:
+        if curve.kind == "loss":
+            found += _loss_verdicts(curve, vocab_size)
+        elif curve.kind == "bench" and curve.name == CENTERED_ACCURACY:
+            found += _bench_verdicts(curve, by_key.get(("bench", curve.suite, ANSWER_BITS)))
+    return found + list(_probe_verdicts(curves))
+
+
+def _loss_verdicts(curve: EvalCurve, vocab_size: int) -> Iterator[Finding]:
+    last = curve.values[-1]
+    if curve.suite == NATS_PER_TOKEN:
+        side = "below" if last < GOOD_NATS else "above"
+        why = f"{last:.2f} nats per token, {side} {GOOD_NATS:g} (tokenizer of {vocab_size:,} tokens)"
+        yield Finding("good" if last < GOOD_NATS else "note", curve.name, why)
+    elif curve.suite == BITS_PER_BYTE and curve.name == "all" and len(curve.values) >= STEADY_EVALUATIONS:
+        recent = curve.values[-STEADY_EVALUATIONS:]
+        rises = [
+            (step, after - before) for step, before, after in zip(curve.steps[-3:], recent, recent[1:], strict=False)
+        ]
+        step, rise = max(rises, key=lambda one: one[1])
+        if rise <= 0:
+            yield Finding("good", "loss", f"steady: it fell in the last {STEADY_EVALUATIONS - 1} evaluations")
+        else:
+            yield Finding("note", "loss", f"unsteady: bits per byte rose by {rise:.4f} to step {step}", step=step)
+
+
+def _bench_verdicts(accuracy: EvalCurve, answer: EvalCurve | None) -> Iterator[Finding]:
+    last, error = accuracy.values[-1], accuracy.errors[-1]
+    if error is None:
+        return
+    if last - error > 0:
+        yield Finding("good", accuracy.suite, f"above chance, centered accuracy {last:.3f} ± {error:.3f}")
+        return
+    trend = ""
+    if answer is not None and answer.p is not None:
+        trend = ", which improves" if answer.p < SIGNIFICANT else ", which shows no trend yet"
+    yield Finding("note", accuracy.suite, "at chance", f"look at the bits per byte of the right answer{trend}")
+
+
+def _probe_verdicts(curves: Sequence[EvalCurve]) -> Iterator[Finding]:
+    for suite in dict.fromkeys(curve.suite for curve in curves if curve.kind == "probes"):
+        own = [curve for curve in curves if (curve.kind, curve.suite) == ("probes", suite)]
+        trending = sum(curve.p is not None and curve.p < SIGNIFICANT for curve in own)
+        if any(curve.p is not None for curve in own):
+            why = f"{trending} of {len(own)} trend as expected"
+            yield Finding("good" if trending == len(own) else "note", f"probes {suite}", why)
