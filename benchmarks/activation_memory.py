@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns
+from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns
 from torch import Tensor
 
+from zero2all.charts.table import markdown_table
 from zero2all.model.cost.activations import activation_bytes
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.parallel import ParallelMesh, ParallelModel

@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.common import benchmark_parser, markdown_table, show
+from benchmarks.common import benchmark_parser, show
 
+from zero2all.charts.table import markdown_table
 from zero2all.units import show_count
 
 

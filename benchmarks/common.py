@@ -86,8 +86,3 @@ def show(text: str = "") -> None:
 
 def show_json(value: object, indent: int | None = None) -> None:
     show(json.dumps(value, indent=indent, ensure_ascii=False))
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

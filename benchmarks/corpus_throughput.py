@@ -25,8 +25,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
-from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns, wall_seconds
+from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns, wall_seconds
 
+from zero2all.charts.table import markdown_table
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import Document
 from zero2all.corpus.file_stats import FileStats

@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import benchmark_parser, command, markdown_table, median_ratio, show, show_json, take_turns
+from benchmarks.common import benchmark_parser, command, median_ratio, show, show_json, take_turns
+
+from zero2all.charts.table import markdown_table
 
 BUSY = "from zero2all.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
 UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")

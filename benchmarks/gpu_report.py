@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import benchmark_parser, command, markdown_table, show
+from benchmarks.common import benchmark_parser, command, show
+
+from zero2all.charts.table import markdown_table
 
 SECTIONS = {  # name: seconds that it may take
     "environment": 60,

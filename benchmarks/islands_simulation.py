@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import benchmark_parser, markdown_table
+from benchmarks.common import benchmark_parser
 
 from zero2all.bench.measurements import write_report
+from zero2all.charts.table import markdown_table
 from zero2all.console import say
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster

@@ -12,9 +12,10 @@ import statistics
 from functools import partial
 
 import torch
-from benchmarks.common import benchmark_parser, cpu_seconds, markdown_table, show, take_turns
+from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns
 from torch.optim import Optimizer
 
+from zero2all.charts.table import markdown_table
 from zero2all.model import Z2all
 from zero2all.model.cost.model_size import optimizer_bytes, weight_bytes
 from zero2all.model.cost.optimizer_state import weight_dtype

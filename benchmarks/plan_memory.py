@@ -13,9 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from benchmarks.common import benchmark_parser, markdown_table, show
+from benchmarks.common import benchmark_parser, show
 
 from zero2all.bench.rank_harness import run_ranks
+from zero2all.charts.table import markdown_table
 from zero2all.hardware import compute_dtype
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.rank_plan import MemoryPlan, plan_memory

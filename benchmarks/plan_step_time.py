@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmarks.common import benchmark_parser, markdown_table, show
+from benchmarks.common import benchmark_parser, show
 
+from zero2all.charts.table import markdown_table
 from zero2all.cli.doctor import write_calibration
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.calibrated import find_entry

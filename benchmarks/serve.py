@@ -18,10 +18,11 @@ from statistics import median
 
 import httpx
 import torch
-from benchmarks.common import benchmark_parser, markdown_table, show, take_turns
+from benchmarks.common import benchmark_parser, show, take_turns
 from openai import OpenAI
 from tests.serve.servers import KEY, serve
 
+from zero2all.charts.table import markdown_table
 from zero2all.export import export_run
 from zero2all.export.parity import LlamaCpp
 from zero2all.serve.api_answers import ServedModel

@@ -31,11 +31,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.common import benchmark_parser, markdown_table
+from benchmarks.common import benchmark_parser
 from tests.chaos.node_faults import PORT
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 
 from zero2all.bench.measurements import write_report
+from zero2all.charts.table import markdown_table
 from zero2all.console import say, warn
 from zero2all.corpus import build_corpus
 from zero2all.elastic.job_secret import new_secret

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.common import benchmark_parser, markdown_table, median_ratio, show, take_turns
+from benchmarks.common import benchmark_parser, median_ratio, show, take_turns
 
 from zero2all.bench.rank_harness import run_ranks
+from zero2all.charts.table import markdown_table
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate

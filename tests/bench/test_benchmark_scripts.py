@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import __main__ as runner
-from benchmarks.common import markdown_table, median_ratio, take_turns
+from benchmarks.common import median_ratio, take_turns
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,3 @@ def test_contenders_take_turns() -> None:
 
 def test_a_ratio_is_the_median_over_rounds() -> None:
     assert median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == 3.0
-
-
-def test_a_table_is_markdown() -> None:
-    assert markdown_table(("name", "s"), [("a", 1), ("b", 2)]) == "| name | s |\n| --- | --- |\n| a | 1 |\n| b | 2 |"

@@ -8,6 +8,7 @@ import pytest
 
 from zero2all.charts.plot import COLOURS, Axis, Curve, Plot, log_ticks, round_ticks
 from zero2all.charts.svg import Bar, Span, bar_svg, gantt_svg, line_svg, sankey_svg
+from zero2all.charts.table import markdown_table, text_table
 from zero2all.charts.terminal import bar_text, column_lines, line_text, sparkline
 from zero2all.units import show_number
 
@@ -150,3 +151,13 @@ def test_no_label_of_a_sankey_diagram_is_cut_off() -> None:
     assert len(lines) == 40
     assert lines == sorted(lines)
     assert max(lines) < tall
+
+
+def test_a_text_table_aligns_by_the_width_on_a_terminal() -> None:
+    rows = [["", "loss", "n"], ["中文", "1.25", "7"], ["more rows"]]
+    assert text_table(rows) == "           loss  n\n中文       1.25  7\nmore rows"
+    assert text_table(rows[:2], right=False) == "      loss  n\n中文  1.25  7"
+
+
+def test_a_markdown_table_aligns_its_columns() -> None:
+    assert markdown_table(("a", "b"), [(1, "x")], "lr") == "| a | b |\n|---|---:|\n| 1 | x |"

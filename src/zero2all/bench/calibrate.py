@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from zero2all.bench.comm import COLLECTIVES, measure_collectives
+from zero2all.bench.measurements import wall_seconds
 from zero2all.bench.rank_harness import Backend, run_ranks
 from zero2all.bench.step import BenchStep
 from zero2all.console import progress
-from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device, synchronize
+from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device
 from zero2all.recipe import Recipe
 
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
@@ -85,15 +85,7 @@ def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
 def _copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2 * len(source) / min(_seconds(lambda: target.copy_(source), device) for _ in range(5))
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    begin = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - begin
+    return 2 * len(source) / min(wall_seconds(lambda: target.copy_(source), device) for _ in range(5))
 
 
 def _link_bandwidth() -> float:

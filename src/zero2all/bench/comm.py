@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.bench.measurements import BenchReport, Measurement, this_machine
+from zero2all.bench.measurements import BenchReport, Measurement, this_machine, wall_seconds
 from zero2all.bench.rank_harness import Backend, run_ranks
 from zero2all.errors import UsageError
-from zero2all.hardware import synchronize
 from zero2all.units import show_bytes
 
 P2P_VARIABLE = "NCCL_P2P_DISABLE"
@@ -109,11 +107,7 @@ def _time(run: Callable[[], object], device: torch.device) -> float:
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
     dist.barrier()
-    synchronize(device)
-    begin = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - begin
+    return wall_seconds(run, device)
 
 
 def _pass_on(data: Tensor, received: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +12,9 @@ from typing import Literal
 import torch
 
 from zero2all import __version__
+from zero2all.charts.table import markdown_table
 from zero2all.errors import UsageError, Z2aError
+from zero2all.hardware import synchronize
 from zero2all.io import write_json, write_text
 from zero2all.records import decode_json, parse_record, to_json
 
@@ -51,6 +55,15 @@ class BenchReport:
 def this_machine() -> Machine:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Machine(os.cpu_count() or 1, round(os.getloadavg()[0], 2), gpus, torch.__version__, __version__)
+
+
+def wall_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """With the kernels that it starts on a GPU."""
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begin
 
 
 def read_report(path: Path, benchmark: str) -> BenchReport:
@@ -100,14 +113,14 @@ def report_markdown(report: BenchReport, earlier: BenchReport | None = None) -> 
     before = {} if earlier is None else {row.name: row for row in earlier.measurements}
     ratios = {} if earlier is None else speedups(report, earlier)
     head = ["", "", *(["before", "speedup"] if earlier else []), ""]
-    lines += [f"| {' | '.join(head)} |", "|" + "---|" + "---:|" * (len(head) - 2) + "---|"]
+    rows = []
     for row in report.measurements:
         cells = [row.name, f"{row.value:,.4g} {row.unit}"]
         if earlier is not None:
             old = before.get(row.name)
             cells += [f"{old.value:,.4g}" if old else "", f"{ratios[row.name]:.2f}x" if row.name in ratios else ""]
-        lines.append(f"| {' | '.join([*cells, row.note])} |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, row.note])
+    return "\n".join([*lines, markdown_table(head, rows, "l" + "r" * (len(head) - 2))]) + "\n"
 
 
 def write_report(out: Path, name: str, report: object, markdown: str) -> None:

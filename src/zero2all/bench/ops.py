@@ -17,6 +17,7 @@ from pydantic import PlainSerializer
 
 from zero2all.bench.step import Clock, StepOptions, bench_config, measure_in_process
 from zero2all.bench.variants import KERNELS_TABLE, Sweep, Variant, kernel_variants, sweep_variants
+from zero2all.charts.table import markdown_table
 from zero2all.console import say
 from zero2all.errors import Z2aError
 from zero2all.hardware import (
@@ -222,15 +223,13 @@ def ops_markdown(report: OpsReport) -> str:
             if rows:
                 mode = "torch.compile, block by block" if compile else "eager"
                 lines += ["", f"**{mode if table == KERNELS_TABLE else f'{table}, {mode}'}**", ""]
-                lines += [f"| {table} | s/step | MFU | tokens/s | peak memory |", "|---|---:|---:|---:|---:|"]
-                lines += map(_markdown_row, rows)
+                head = (table, "s/step", "MFU", "tokens/s", "peak memory")
+                lines.append(markdown_table(head, map(_cells, rows), "lrrrr"))
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(row: OpsRow | FailedOpsRow) -> str:
+def _cells(row: OpsRow | FailedOpsRow) -> tuple[str, ...]:
     if isinstance(row, FailedOpsRow):
-        return f"| {row.name} | failed: {row.failed} | | | |"
-    return (
-        f"| {row.name} | {row.seconds_per_step:.3f} | {row.mfu:.1%} ({row.mfu_palm:.1%}) "
-        f"| {row.tokens_per_second:,.0f} | {show_bytes(row.peak_bytes)} |"
-    )
+        return row.name, f"failed: {row.failed}", "", "", ""
+    mfu = f"{row.mfu:.1%} ({row.mfu_palm:.1%})"
+    return row.name, f"{row.seconds_per_step:.3f}", mfu, f"{row.tokens_per_second:,.0f}", show_bytes(row.peak_bytes)

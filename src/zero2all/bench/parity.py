@@ -25,6 +25,7 @@ from zero2all.bench.parity_cases import (
     cases,
 )
 from zero2all.bench.rank_harness import stream_jobs
+from zero2all.charts.table import markdown_table
 from zero2all.console import progress
 from zero2all.model import document_starts
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
@@ -143,10 +144,7 @@ SEPARATE_COLUMNS = (
 
 def parity_markdown(results: Sequence[ParityResult]) -> str:
     """Markdown, a line for each layout: the worst of the plain ways to train, then the loss of the others."""
-    lines = [
-        f"| layout | ranks | loss | gradients | {' | '.join(SEPARATE_COLUMNS)} | equal |",
-        "|---" * (5 + len(SEPARATE_COLUMNS)) + "|",
-    ]
+    rows = []
     for case in cases():
         own = [result for result in results if result.layout == case.name]
         if own:
@@ -157,8 +155,8 @@ def parity_markdown(results: Sequence[ParityResult]) -> str:
             different = [result.kind for result in own if result.differs_by_design]
             equal = f"yes, but not {', '.join(different)}" if different else "yes"
             equal = equal if all(result.equal for result in own) else "NO"
-            lines.append(f"| {case.name} | {case.ranks} | {' | '.join(cells)} | {equal} |")
-    return "\n".join(lines)
+            rows.append((case.name, case.ranks, *cells, equal))
+    return markdown_table(("layout", "ranks", "loss", "gradients", *SEPARATE_COLUMNS, "equal"), rows)
 
 
 @dataclass(frozen=True)

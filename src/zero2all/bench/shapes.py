@@ -6,13 +6,14 @@ the six rules for shapes of "The Case for Co-Designing Model Architectures with 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 
+from zero2all.bench.measurements import wall_seconds
+from zero2all.charts.table import markdown_table
 from zero2all.console import progress
-from zero2all.hardware import compute_dtype, device_title, pick_device, synchronize
+from zero2all.hardware import compute_dtype, device_title, pick_device
 from zero2all.recipe import Recipe
 
 SEARCH_RANGE = 0.06  # how far from 8/3 of the hidden size is looked
@@ -168,17 +169,14 @@ def shapes_markdown(report: ShapesReport) -> str:
         + (f", one of tp={report.tp}; " if report.tp > 1 else "; ")
         + f"fastest of {report.rounds} turns.",
         f"Best near 8/3 x {report.hidden_size} = {report.centre}: **model.intermediate_size={report.best}**",
-        "",
-        "| intermediate size | GFLOP/s | ms | parameters of the layer |",
-        "|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {row.intermediate_size} | {row.flops / 1e9:,.0f} | {1000 * row.seconds:.1f} | {row.parameters:,} |"
+    sizes = [
+        (row.intermediate_size, f"{row.flops / 1e9:,.0f}", f"{1000 * row.seconds:.1f}", f"{row.parameters:,}")
         for row in report.sizes
     ]
-    lines += ["", "| rule for shapes | here | holds | why |", "|---|---|---|---|"]
-    lines += [f"| {row.rule} | {row.here} | {'yes' if row.holds else 'no'} | {row.why} |" for row in report.rules]
-    return "\n".join(lines) + "\n"
+    rules = [(row.rule, row.here, "yes" if row.holds else "no", row.why) for row in report.rules]
+    lines += ["", markdown_table(("intermediate size", "GFLOP/s", "ms", "parameters of the layer"), sizes, "rrrr")]
+    return "\n".join([*lines, "", markdown_table(("rule for shapes", "here", "holds", "why"), rules)]) + "\n"
 
 
 def candidate_sizes(hidden: int, step: int = 0, tp: int = 1) -> list[int]:
@@ -204,9 +202,9 @@ def time_swiglu_layer(hidden: int, wide: int, tokens: int, device: torch.device,
     products = [(x, up.t()), (y, up), (y.t(), x)] * 2 + [(y, down.t()), (x, down), (x.t(), y)]
     # Outputs are there before the clock runs: a product is timed, not the system finding pages for it.
     outputs = {(left.shape[0], right.shape[1]): torch.mm(left, right) for left, right in products}
-    synchronize(device)
-    start = time.perf_counter()
-    for left, right in products:
-        torch.mm(left, right, out=outputs[left.shape[0], right.shape[1]])
-    synchronize(device)
-    return time.perf_counter() - start
+
+    def multiply() -> None:
+        for left, right in products:
+            torch.mm(left, right, out=outputs[left.shape[0], right.shape[1]])
+
+    return wall_seconds(multiply, device)

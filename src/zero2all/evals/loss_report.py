@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from zero2all.charts.table import text_table
 from zero2all.console import warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals.scored_text import Array, EvalText, Scoring, Windowed
@@ -193,18 +194,8 @@ def format_loss(report: LossReport) -> str:
     """The table, and what its columns mean."""
     evaluation, rows = report.evaluation, loss_rows(report.evaluation)
     has_unigram = evaluation.unigram_bits_per_byte is not None
-    header = [
-        "",
-        "bits per byte",
-        "±",
-        "noise",
-        *(["unigram"] if has_unigram else []),
-        "loss",
-        "±",
-        "perplexity",
-        "tokens",
-    ]
-    lines = [header]
+    unigram = ["unigram"] if has_unigram else []
+    lines = [["", "bits per byte", "±", "noise", *unigram, "loss", "±", "perplexity", "tokens"]]
     for label, metrics in rows.items():
         floor = report.noise.get(label)
         lines.append(
@@ -220,10 +211,8 @@ def format_loss(report: LossReport) -> str:
                 f"{metrics.tokens:,}",
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     what = report.name if report.step is None else f"{report.name}, step {report.step}"
-    return "\n".join([f"{what}: {evaluation.scoring}", *table, *_explain(report)])
+    return "\n".join([f"{what}: {evaluation.scoring}", text_table(lines), *_explain(report)])
 
 
 def _explain(report: LossReport) -> list[str]:

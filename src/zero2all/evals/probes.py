@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Literal, TypeVar
 
+from zero2all.charts.table import text_table
 from zero2all.charts.terminal import sparkline
 from zero2all.checkpoint.lineage import read_lineage
 from zero2all.console import progress, warn
@@ -206,7 +208,7 @@ def _format_values(suite: str, results: Sequence[ProbeResult]) -> str:
         )
         for result in results
     ]
-    return "\n".join([f"suite {suite}: {len(results)} probes", *_align([head, *rows])])
+    return "\n".join([f"suite {suite}: {len(results)} probes", _align([head, *rows])])
 
 
 def _format_curves(suite: str, curves: Sequence[EvalCurve]) -> str:
@@ -227,7 +229,7 @@ def _format_curves(suite: str, curves: Sequence[EvalCurve]) -> str:
     ]
     steps = sorted({step for curve in curves for step in curve.steps})
     title = f"suite {suite}: {len(curves)} probes, {len(steps)} checkpoints ({steps[0]} to {steps[-1]} steps)"
-    return "\n".join([title, *_align([head, *rows]), _verdict(curves, len(steps))])
+    return "\n".join([title, _align([head, *rows]), _verdict(curves, len(steps))])
 
 
 def _verdict(curves: Sequence[EvalCurve], checkpoints: int) -> str:
@@ -244,8 +246,5 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    return indent(text_table(rows, right=False), "  ")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Literal
 
 from zero2all.charts.page import html_page
 from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.svg import line_svg
+from zero2all.charts.table import markdown_table
 from zero2all.errors import UsageError
-from zero2all.evals.bench import BenchResult, Estimate
+from zero2all.evals.bench import BenchResult
 from zero2all.evals.loss_report import CONFIDENCE, LossReport, loss_rows
 from zero2all.findings import Finding
 from zero2all.io import fingerprint
@@ -32,25 +35,14 @@ def loss_lines(step: int, report: LossReport) -> list[EvalLine]:
     for label, metrics in loss_rows(report.evaluation).items():
         name = "".join(" " if character in RESERVED else character for character in label)
         digest = fingerprint([report.evaluation.scoring, metrics.bytes])
+        line = partial(EvalLine, kind="loss", name=name, step=step, better="lower", digest=digest, time=now)
         for suite, value, error in (
             (BITS_PER_BYTE, metrics.bits_per_byte, metrics.bits_per_byte_error),
             (NATS_PER_TOKEN, metrics.loss, metrics.loss_error),
         ):
             if value is not None:
-                lines.append(
-                    EvalLine(
-                        kind="loss",
-                        suite=suite,
-                        name=name,
-                        step=step,
-                        value=value,
-                        metric=suite,
-                        better="lower",
-                        digest=digest,
-                        error=None if error is None else CONFIDENCE * error,
-                        time=now,
-                    )
-                )
+                half = None if error is None else CONFIDENCE * error
+                lines.append(line(suite=suite, metric=suite, value=value, error=half))
     return lines
 
 
@@ -58,28 +50,15 @@ def bench_lines(step: int, results: Sequence[BenchResult]) -> list[EvalLine]:
     """The scores of a checkpoint on benchmarks, in the form in which each was asked first."""
     now, lines = round(time.time(), 3), []
     for result in results:
-        for name, estimate in (
-            (CENTERED_ACCURACY, result.centered_accuracy),
-            (ANSWER_BITS, result.answer_bits_per_byte),
-        ):
+        digest = fingerprint([result.form, result.shots, result.items])
+        line = partial(EvalLine, kind="bench", suite=result.task, step=step, digest=digest, time=now)
+        estimates = {CENTERED_ACCURACY: result.centered_accuracy, ANSWER_BITS: result.answer_bits_per_byte}
+        for name, estimate in estimates.items():
             if estimate is not None:
-                lines.append(_bench_line(step, result, name, estimate, now))
+                half = (estimate.high - estimate.low) / 2
+                better: Literal["higher", "lower"] = "higher" if name == CENTERED_ACCURACY else "lower"
+                lines.append(line(name=name, metric=name, value=estimate.value, better=better, error=half))
     return lines
-
-
-def _bench_line(step: int, result: BenchResult, name: str, estimate: Estimate, now: float) -> EvalLine:
-    return EvalLine(
-        kind="bench",
-        suite=result.task,
-        name=name,
-        step=step,
-        value=estimate.value,
-        metric=name,
-        better="higher" if name == CENTERED_ACCURACY else "lower",
-        digest=fingerprint([result.form, result.shots, result.items]),
-        error=(estimate.high - estimate.low) / 2,
-        time=now,
-    )
 
 
 KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
@@ -116,7 +95,8 @@ def report_markdown(runs: Sequence[RunEvals]) -> str:
     for kind, title in KINDS.items():
         keys = [key for key in _keys(runs) if key[0] == kind]
         if keys:
-            parts += [f"## {title}", "", *_table(runs, keys), ""]
+            head, *rows = (map(_cell, row) for row in _rows(runs, keys))
+            parts += [f"## {title}", "", markdown_table(list(head), rows), ""]
     for run in runs:
         if run.verdicts:
             items = [f"- {_cell(f'{verdict.what}: {verdict.text}')}" for verdict in run.verdicts]
@@ -162,12 +142,6 @@ def _value(curve: EvalCurve | None) -> str:
     first = f" ({curve.values[0]:.4g})" if len(curve.values) > 1 else ""
     mark = " *" if curve.p is not None and curve.p < SIGNIFICANT else ""
     return f"{curve.values[-1]:.4g}{error}{first}{mark}"
-
-
-def _table(runs: Sequence[RunEvals], keys: Sequence[Key]) -> list[str]:
-    head, *rows = _rows(runs, keys)
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
 
 
 def _cell(text: str) -> str:

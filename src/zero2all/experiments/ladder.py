@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.table import UNKNOWN, text_table
 from zero2all.errors import UsageError
 from zero2all.experiments.scaling_law import (
     MAX_EXTRAPOLATION,
@@ -20,7 +21,6 @@ from zero2all.experiments.scaling_law import (
     ScalingFit,
     fit_power_law,
 )
-from zero2all.experiments.tables import UNKNOWN, show_table
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import count_parameters
@@ -176,7 +176,7 @@ def ladder_text(report: LadderReport) -> str:
                 f"{fit.law(compute):.4f}",
             ]
         )
-    lines = [show_table(rows), "", f"bits per byte = {report.fit}"]
+    lines = [text_table(rows), "", f"bits per byte = {report.fit}"]
     if (found := report.prediction) is not None:
         lines.append(
             f"predicted at {found.compute:.3g} FLOPs: {found.loss:.4f} bits per byte, 95 % interval "

@@ -9,16 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from zero2all.charts.table import UNKNOWN, text_table
 from zero2all.console import sanitize
 from zero2all.experiments.comparison import Comparison
 from zero2all.experiments.mixtures import MIXTURES_PER_SOURCE, SHARE_KEY
 from zero2all.experiments.summary import show_value
-from zero2all.experiments.tables import UNKNOWN, show_bits, show_table
 from zero2all.experiments.target import show_target
 from zero2all.io import read_json
 from zero2all.track.experiment_record import (
     MIXTURE_SEARCH,
     ExperimentRecord,
+    GroupSummary,
     MixtureFit,
     MixtureSource,
     VariantRecord,
@@ -170,14 +171,20 @@ def _recipe_of(variant: VariantRecord, record: ExperimentRecord) -> str:
 def report_text(report: Report) -> str:
     """Without the plot."""
     record = report.experiment
-    parts = [show_table(mixture_rows(record) if record.kind == MIXTURE_SEARCH else _group_rows(report))]
+    parts = [text_table(mixture_rows(record) if record.kind == MIXTURE_SEARCH else _group_rows(report))]
     if record.fit is not None:
-        parts.append(show_table(source_rows(record.fit)))
+        parts.append(text_table(source_rows(record.fit)))
     if not record.is_sweep and report.differences:
-        parts.insert(0, show_table(_difference_rows(report)))
+        parts.insert(0, text_table(_difference_rows(report)))
     problems = [f"{group.group}, {problem}" for group in record.groups for problem in group.problems]
     parts += ["\n".join(lines) for lines in (problems, report.verdicts, report.remarks) if lines]
     return sanitize("\n\n".join(parts))
+
+
+def _show_bits(group: GroupSummary) -> str:
+    """The mean over seeds, and their standard deviation if it is known."""
+    spread = f" ± {group.spread:.4f}" if group.spread is not None else ""
+    return UNKNOWN if group.bits_per_byte is None else f"{group.bits_per_byte:.4f}{spread}"
 
 
 def _difference_rows(report: Report) -> list[list[str]]:
@@ -202,7 +209,7 @@ def _group_rows(report: Report) -> list[list[str]]:
             [
                 name,
                 str(len(group.seeds)),
-                show_bits(group),
+                _show_bits(group),
                 UNKNOWN if best is None else f"{best:.4f}",
                 str(group.steps),
                 show_count(group.tokens or 0),
@@ -229,7 +236,7 @@ def mixture_rows(record: ExperimentRecord) -> list[list[str]]:
     for number, group in enumerate(record.groups):
         is_best = number == 0 and group.bits_per_byte is not None
         name = f"{'* ' if is_best else '  '}{group.group}"
-        rows.append([name, str(len(group.seeds)), show_bits(group), *shares[group.group]])
+        rows.append([name, str(len(group.seeds)), _show_bits(group), *shares[group.group]])
     return rows
 
 
@@ -282,7 +289,7 @@ def _fit_remarks(fit: MixtureFit) -> Iterator[str]:
     )
 
 
-def check_command(record: ExperimentRecord, suggestion: Path) -> str:
+def check_command(record: ExperimentRecord, GroupSummary, suggestion: Path) -> str:
     """The command that trains the suggestion and the recipe with several seeds."""
     given = record.variants[0]
     overrides = [word for word in given.overrides if not word.startswith("train.mixture")]

@@ -15,12 +15,12 @@ from statistics import median
 import numpy as np
 import torch
 
+from zero2all.charts.table import UNKNOWN, text_table
 from zero2all.console import heading, say, warn
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError
 from zero2all.experiments.budget import choose_batch, trial_recipe
 from zero2all.experiments.runner import MAX_REASON, WARMUP_STEPS, run_process
-from zero2all.experiments.tables import UNKNOWN, show_table
 from zero2all.experiments.tune_grid import Candidate, TuneGrid, build_grid, with_values
 from zero2all.experiments.tune_search import Finalist, Point, find_fastest
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan
@@ -297,7 +297,7 @@ def tune_text(report: TuneReport) -> str:
     for row in report.rows:
         speed = UNKNOWN if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         rows.append([row.candidate, f"{row.planned:.2f}x", speed, row.note])
-    lines = [show_table(rows), ""]
+    lines = [text_table(rows), ""]
     lines.append(f"{report.trials} trials for {report.candidates} candidates; {report.too_large} more do not fit")
     lines += [f"{name} stays as in the recipe: {why}" for name, why in report.held.items()]
     if not report.rows[0].overrides:

@@ -10,6 +10,7 @@ import yaml
 
 from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.svg import line_svg
+from zero2all.charts.table import markdown_table
 from zero2all.errors import Z2aError
 from zero2all.evals.report import read_evals, report_markdown
 from zero2all.io import read_json, write_text
@@ -38,9 +39,7 @@ def write_model_card(run: Run, result: ExportResult, config: ModelConfig, out: P
         "",
         _summary(run, result),
         "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in _facts(run, result, config).items()),
+        markdown_table(("", ""), _facts(run, result, config).items()),
         "",
         *_usage(run, result),
         *_data(run),
@@ -122,8 +121,8 @@ def _data(run: Run) -> list[str]:
     except (Z2aError, OSError):
         sources = ", ".join(_text(source.name) for source in run.recipe.corpus.sources)
         return ["## Data", "", f"Sources: {sources}.", ""] if sources else []
-    rows = [f"| {_text(name)} | {show_count(tokens[name])} | {count:.2f} |" for name, count in epochs.items() if count]
-    return ["## Data", "", "| source | tokens | epochs |", "|---|--:|--:|", *rows, ""]
+    rows = [(_text(name), show_count(tokens[name]), f"{count:.2f}") for name, count in epochs.items() if count]
+    return ["## Data", "", markdown_table(("source", "tokens", "epochs"), rows, "lrr"), ""]
 
 
 def _training(run: Run, result: ExportResult, steps: dict[int, dict[str, float]], out: Path) -> list[str]:

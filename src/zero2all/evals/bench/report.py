@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from zero2all.charts.table import text_table
 from zero2all.evals.bench.contamination import Contamination
 from zero2all.evals.bench.evaluate import ItemResult
 
@@ -226,11 +227,11 @@ def format_report(report: BenchReport) -> str:
                 "-" if result.answer_bits_per_byte is None else str(result.answer_bits_per_byte),
             ]
         )
-    parts = [_table(rows)]
+    parts = [text_table(rows, right=False)]
     parts += [f"mean of centered accuracies, {name}: {estimate}" for name, estimate in report.core.items()]
     if report.differences:
         header = ["task", "form", "from", "to", "metric", "difference", "items"]
-        parts += ["", _table([header, *map(_row, report.differences)])]
+        parts += ["", text_table([header, *map(_row, report.differences)], right=False)]
         parts.append("* the 95 % confidence interval excludes 0")
     return "\n".join([*parts, *map(str, report.contamination), *report.notes])
 
@@ -239,13 +240,6 @@ def _row(one: Difference) -> list[str]:
     mark = " *" if one.is_significant else ""
     interval = f"{one.difference.value:+.3f} [{one.difference.low:+.3f}, {one.difference.high:+.3f}]{mark}"
     return [one.task, one.form, one.first, one.second, one.metric, interval, str(one.items)]
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def _accuracy(items: Sequence[ItemResult]) -> tuple[Array, Array]:
