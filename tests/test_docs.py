@@ -16,7 +16,7 @@ from tests.chaos.faults import FAULTS
 from zero2all.recipe import recipe_schema
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "examples", "recipes")
+FOLDERS = ("docs", "examples", "recipes", "contrib")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
