@@ -33,8 +33,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
 from zero2all.tokens.test_set import build_test_sets, find_test_sets, open_test_set, open_test_sets, write_test_set
 from zero2all.track.loss_evaluation import LossEvaluation, LossMetrics
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import read_run_view
 from zero2all.train.run import TEST_SETS
 
 DEFAULT_WINDOW = 2048  # of a model without a recipe
@@ -164,8 +163,7 @@ def loss_rows(evaluation: LossEvaluation) -> dict[str, LossMetrics]:
 
 def _recorded_curves(directory: Path, step: int | None) -> dict[str, Array]:
     """Bits per byte of the last evaluations up to a step, with their steps: [2, evaluations] by row of the table."""
-    view = RunView(LocalRunLocation(directory))
-    view.read_to_end()
+    view = read_run_view(directory)
     table = view.validation_table(last=math.inf if step is None else step - 1)
     curves = {}
     for name, values in table.mean.items():

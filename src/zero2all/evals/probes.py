@@ -21,10 +21,11 @@ from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 from zero2all.track.eval_record import EvalCurve, EvalLine, append_evals, eval_curves
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import read_run_view
 from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
+
+ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}
 
 KIND = "probes"
 
@@ -141,8 +142,7 @@ def evaluate_checkpoints(target: str, locations: Sequence[TargetLocation], suite
     recorded = is_writable and bool(lines)
     curves = eval_curves(lines)
     if recorded:
-        view = RunView(LocalRunLocation(locations[0].directory))
-        view.read_to_end()
+        view = read_run_view(locations[0].directory)
         names = {(KIND, suite.name, probe.name) for suite in suites for probe in suite.probes}
         curves = [curve for curve in view.eval_curves() if (curve.kind, curve.suite, curve.name) in names]
     return ProbeReport(target, models, curves, recorded)
@@ -178,7 +178,6 @@ def probe_lines(step: int, results: Sequence[ProbeResult]) -> list[EvalLine]:
 
 
 Row = TypeVar("Row", ProbeResult, EvalCurve)
-ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}
 
 
 def format_probes(report: ProbeReport) -> str:

@@ -20,10 +20,15 @@ from zero2all.evals.loss_report import CONFIDENCE, LossReport, loss_rows
 from zero2all.findings import Finding
 from zero2all.io import fingerprint
 from zero2all.track.eval_record import RESERVED, EvalCurve, EvalLine
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import read_run_view
 from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
+
+KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
+Key = tuple[str, str, str]
+"""Kind, suite and name of a curve."""
+GOOD_NATS = 2.0  # per token, on general knowledge: what pretraining teams expect of a base model that is worth aligning
+STEADY_EVALUATIONS = 4
 
 BITS_PER_BYTE, NATS_PER_TOKEN = "bits per byte", "nats per token"
 CENTERED_ACCURACY, ANSWER_BITS = "centered accuracy", "answer bits per byte"
@@ -61,11 +66,6 @@ def bench_lines(step: int, results: Sequence[BenchResult]) -> list[EvalLine]:
     return lines
 
 
-KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
-Key = tuple[str, str, str]
-"""Kind, suite and name of a curve."""
-
-
 @dataclass(frozen=True)
 class RunEvals:
     """The evaluations of a run."""
@@ -80,8 +80,7 @@ def read_evals(targets: Sequence[str]) -> list[RunEvals]:
     found = []
     for target in targets:
         run = Run.open(Path(target))
-        view = RunView(LocalRunLocation(run.directory))
-        view.read_to_end()
+        view = read_run_view(run.directory)
         curves = view.eval_curves()
         if not curves:
             raise UsageError(f"{target} has no evaluations of checkpoints: 'z2a eval watch {target} --once' makes them")
@@ -165,10 +164,6 @@ def _plot(runs: Sequence[RunEvals], key: Key) -> Plot | None:
         for number, (name, curve) in enumerate(found)
     ]
     return Plot(f"{key[1]}: {key[2]}", "step", found[0][1].metric, curves) if found else None
-
-
-GOOD_NATS = 2.0  # per token, on general knowledge: what pretraining teams expect of a base model that is worth aligning
-STEADY_EVALUATIONS = 4
 
 
 def verdicts(curves: Sequence[EvalCurve], vocab_size: int) -> list[Finding]:

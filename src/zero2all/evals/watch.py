@@ -21,8 +21,7 @@ from zero2all.evals.target import EvalTarget, TargetLocation, find_target
 from zero2all.findings import Finding
 from zero2all.io import MANIFEST
 from zero2all.track.eval_record import append_evals
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import read_run_view
 from zero2all.train import Run
 
 NICE = 10  # a run on the same cores goes first
@@ -86,15 +85,12 @@ def watch_run(
 
 
 def _has_ended(run: Run) -> bool:
-    view = RunView(LocalRunLocation(run.directory))
-    view.read_to_end()
-    return view.ended is not None
+    return read_run_view(run.directory).ended is not None
 
 
 def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> dict[int, set[Part]]:
     """What is missing of each checkpoint."""
-    view = RunView(LocalRunLocation(run.directory))
-    view.read_to_end()
+    view = read_run_view(run.directory)
     known = {(curve.kind, curve.suite, step) for curve in view.eval_curves() for step in curve.steps}
     wanted = list(_wanted(run, options))
     steps = sorted(run.checkpoints.current_steps(read_lineage(run.directory)))
@@ -132,9 +128,7 @@ def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part
 
 
 def _verdicts(run: Run) -> list[Finding]:
-    view = RunView(LocalRunLocation(run.directory))
-    view.read_to_end()
-    return verdicts(view.eval_curves(), run.tokenizer().vocab_size)
+    return verdicts(read_run_view(run.directory).eval_curves(), run.tokenizer().vocab_size)
 
 
 def _say_verdicts(run: Run) -> None:

@@ -36,7 +36,7 @@ from zero2all.track.experiment_record import (
 )
 from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.track.run_locations import LocalRunLocation, find_runs
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import RunView, read_run_view
 from zero2all.train import Run
 
 CURVE_POINTS = 200
@@ -71,9 +71,7 @@ def curves_plot(comparison: Comparison) -> Plot | None:
     begun = [variant for variant in comparison.record.variants if variant.name in comparison.directories][
         :MAX_SHOWN_CURVES
     ]
-    views = [RunView(LocalRunLocation(comparison.directories[variant.name])) for variant in begun]
-    for view in views:
-        view.read_to_end()
+    views = [read_run_view(comparison.directories[variant.name]) for variant in begun]
     has_validation = all(len(view.validation_table().steps) > 1 for view in views)
     curves = []
     for variant, view in zip(begun, views, strict=True):
@@ -134,8 +132,7 @@ def compare_runs(locations: Sequence[LocalRunLocation], target: Mapping[str, flo
 
 
 def _describe_run(run: Run, name: str, group: str) -> VariantRecord:
-    view = RunView(LocalRunLocation(run.directory))
-    view.read_to_end()
+    view = read_run_view(run.directory)
     result: VariantResult | None = None
     reason = ""
     try:

@@ -17,8 +17,7 @@ from zero2all.tokens.manifest import StoreManifest
 from zero2all.track.experiment_record import BITS_PER_BYTE, VariantResult
 from zero2all.track.goodput import compute_run_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import read_run_view
 from zero2all.train import Run
 
 EVALUATION_FILE = "evaluation.json"  # in the directory of a run
@@ -75,8 +74,7 @@ def validation_set(tokens_dir: Path) -> str:
 
 def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
     """The evaluation with what the record says about the run."""
-    view = RunView(LocalRunLocation(run.directory))
-    view.read_to_end()
+    view = read_run_view(run.directory)
     final = evaluation.metrics[BITS_PER_BYTE]
     if not math.isfinite(final):
         raise Z2aError(f"the bits per byte of {run.directory} are not finite")
@@ -86,8 +84,7 @@ def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
         steps = (validation.steps + 1).astype(int).tolist()
         measured += zip(validation.mean["validation/all"].tolist(), steps, strict=True)
     best, best_step = min((value, step) for value, step in measured if math.isfinite(value))
-    rates = view.table(["tokens_per_second"]).mean["tokens_per_second"]
-    rates = rates[np.isfinite(rates)]
+    rates = view.finite_values("tokens_per_second")
     return VariantResult(
         steps=evaluation.step,
         tokens=run.plan().tokens_before(evaluation.step),

@@ -16,9 +16,9 @@ from zero2all.planner.plan import Plan, plan_run
 from zero2all.planner.workload import largest_stage
 from zero2all.recipe import ModelConfig, Recipe, load_recipe
 from zero2all.track.planned import PlanCheck, compare_with_run
-from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation
+from zero2all.track.run_locations import PLAN_FILE
 from zero2all.track.run_metadata import PlannedRun, PlannedValue
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import RunView, read_run_view
 from zero2all.train.hyperparameters import with_hyperparameters
 from zero2all.train.micro_batch import estimate_micro_batch
 from zero2all.train.run import Run
@@ -35,8 +35,7 @@ def read_run(directory: Path, recipe: Recipe) -> RunView:
             f"{directory} trained another model or batch than the plan is for: plan the run itself, with "
             f"'z2a plan {directory} --against {directory}'"
         )
-    view = RunView(LocalRunLocation(directory))
-    view.read_to_end()
+    view = read_run_view(directory)
     if view.last_step is None:
         raise UsageError(f"{directory} has no steps to compare with: give the directory of a run that has trained")
     return view

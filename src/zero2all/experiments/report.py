@@ -27,6 +27,8 @@ from zero2all.track.experiment_record import (
 )
 from zero2all.units import show_count, show_seconds
 
+MAX_COLUMNS = 8  # of sources
+
 MAX_DIFFERENCES = 20  # keys
 MAX_VALUE = 40  # characters of a value
 SAME_BYTES = 0.01  # relative difference up to which two tokenizers were measured on the same text
@@ -223,9 +225,6 @@ def _group_rows(report: Report) -> list[list[str]]:
 def _shorten(value: object) -> str:
     text = show_value(value) if not isinstance(value, str) else value
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
-
-
-MAX_COLUMNS = 8  # of sources
 
 
 def mixture_rows(record: ExperimentRecord) -> list[list[str]]:

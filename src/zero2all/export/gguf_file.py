@@ -25,6 +25,18 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.text_vocabulary import BYTE_TOKEN
 from zero2all.tokenizer.vocabulary import IM_END, PAD, PATTERNS
 
+GGUFDtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+GGUF_DTYPES: tuple[GGUFDtype, ...] = get_args(GGUFDtype)
+ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "glm4_moe": "GLM4_MOE"}
+FILE_TYPES = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+}
+BLOCK = 32  # values that share a scale in q8_0 and q4_0
+
 PRE_TOKENIZERS = {"zh-en-code": "smaug-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
 """The name that llama.cpp has for each of our patterns."""
 
@@ -110,19 +122,6 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int, begin_id: int |
     writer.add_add_bos_token(begin_id is not None)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-
-
-GGUFDtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-GGUF_DTYPES: tuple[GGUFDtype, ...] = get_args(GGUFDtype)
-ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "glm4_moe": "GLM4_MOE"}
-FILE_TYPES = {
-    "f32": "ALL_F32",
-    "f16": "MOSTLY_F16",
-    "bf16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-}
-BLOCK = 32  # values that share a scale in q8_0 and q4_0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from zero2all.recipe import Recipe
 from zero2all.train.step_timer import PARTS, Part, StepTime
 from zero2all.units import show_bytes
 
+SHOWN_OPERATORS = 10
+SHOWN_RANKS = 16
+
 MAX_SUGGESTIONS = 3
 SLOW_RANK = 1.15  # times the work of the median of the others
 
@@ -112,10 +115,6 @@ def _layout_remedy(times: RankTimes, recipe: Recipe) -> str:
     if parallel.reshard_after_forward != "never":
         return "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
     return "try larger micro-batches (train.micro_batch_tokens), or parallel.gradient_sync=last"
-
-
-SHOWN_OPERATORS = 10
-SHOWN_RANKS = 16
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""A system call filter that the child installs: classic BPF, in the form of the kernel."""
+"""Which system calls code in the sandbox may make, and the filter that the child installs: classic BPF.
+
+``system_calls.tsv`` lists every system call of the kernel and the identities that it takes: processes, users, groups.
+Each of those has a rule here. Calls without a rule are allowed: the backend confines files and networks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from zero2all.errors import Z2aError
+
+MACHINES = ("x86_64", "aarch64")
+_MAX = 2**32 - 1
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
@@ -65,10 +72,6 @@ def _checked(check: Check, denied: Instruction) -> list[Instruction]:
         rest = 2 * (len(check.ranges) - index - 1) + 1
         block += [(_JUMP_AT_LEAST, 0, 1, low), (_JUMP_ABOVE, 0, rest, high)]
     return [*block, denied]
-
-
-MACHINES = ("x86_64", "aarch64")
-_MAX = 2**32 - 1
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from zero2all.serve.api_requests import ApiRequest, ChatRequest, CompletionReque
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
 
+Json = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -51,9 +53,6 @@ def _parse_call(body: str) -> ToolCall | None:
     if not isinstance(arguments, dict):
         return None
     return ToolCall(f"call_{secrets.token_hex(12)}", value["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ ANSWERS = {
 
 
 def openapi_schema() -> dict[str, Any]:
+    """``/openapi.json``: the requests that the API takes, for tools that generate clients or tests from it."""
     references, definitions = models_json_schema(
         [(body, "validation") for body in BODIES.values()], ref_template="#/components/schemas/{model}"
     )

@@ -18,6 +18,8 @@ from zero2all.model import Z2all
 from zero2all.model.decode_step import join_projections
 from zero2all.tokenizer import Tokenizer
 
+QUANTILES = (0.5, 0.9, 0.99)
+
 REQUEST_CAPACITY = 4  # times the answers that are generated and wait: the most that one request may ask for
 IDLE_SECONDS = 0.5  # between two looks at whether the server stops
 
@@ -234,10 +236,8 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, Z2aError) else type(error).__name__
 
 
-QUANTILES = (0.5, 0.9, 0.99)
-
-
 def metrics_text(engine: Engine) -> str:
+    """``/metrics`` of a server, in Prometheus' text format."""
     stats = engine.stats
     families = [
         ("requests_total", "counter", "Requests.", stats.requests),

@@ -220,8 +220,7 @@ def busy_machine(curve: LossCurve) -> Iterator[Finding]:
     names = curve.run.readers[0].names
     if OTHER_CPU not in names or any(name.startswith("gpu") for name in names):
         return
-    shares = curve.run.table([OTHER_CPU], points=MAX_POINTS).mean[OTHER_CPU]
-    shares = shares[np.isfinite(shares)]
+    shares = curve.run.finite_values(OTHER_CPU, MAX_POINTS)
     if len(shares) and (median := float(np.median(shares))) >= NOTICEABLE_SHARE:
         yield health_finding("note busy machine", percent=100 * median)
 
@@ -277,8 +276,7 @@ def rollouts(curve: LossCurve) -> Iterator[Finding]:
         name = key.partition(" ")[2].replace(" ", "_")
         if name not in curve.run.readers[0].names:
             continue
-        values = curve.run.table([name], points=MAX_POINTS).mean[name]
-        values = values[np.isfinite(values)]
+        values = curve.run.finite_values(name, MAX_POINTS)
         late = float(np.median(values[-max(5, len(values) // 10) :])) if len(values) else 0.0
         if late > limit:
             yield health_finding(key, late=late)

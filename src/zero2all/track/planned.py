@@ -54,6 +54,5 @@ def _median(view: RunView, value: PlannedValue) -> float | None:
 
 
 def _most(view: RunView, value: PlannedValue) -> float | None:
-    tables = (view.table([value.metric], rank=rank).mean[value.metric] for rank in view.readers)
-    finite = [values[np.isfinite(values)] for values in tables]
-    return max((float(values.max()) for values in finite if len(values)), default=None)
+    ranks = (view.finite_values(value.metric, rank=rank) for rank in view.readers)
+    return max((float(values.max()) for values in ranks if len(values)), default=None)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from zero2all.track.record_lines import (
     SampleLine,
     is_count,
 )
-from zero2all.track.record_reader import MetricTable, RecordReader
-from zero2all.track.run_locations import EVALS_FILE, METADATA_FILES, RECORD_FILE, RunLocation
+from zero2all.track.record_reader import Array, MetricTable, RecordReader
+from zero2all.track.run_locations import EVALS_FILE, METADATA_FILES, RECORD_FILE, LocalRunLocation, RunLocation
 from zero2all.track.run_metadata import RunMetadata, read_run_metadata
 from zero2all.units import show_bytes
 
@@ -148,6 +149,11 @@ class RunView:
     ) -> MetricTable:
         return self.readers[rank].table(names, first, last, points)
 
+    def finite_values(self, name: str, points: int = 10**9, rank: int = 0) -> Array:
+        """Of one metric, in step order."""
+        values = self.table([name], points=points, rank=rank).mean[name]
+        return values[np.isfinite(values)]
+
     def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
         """Bits per byte, one row per evaluation: ``validation/all``, then a column per source and per test set."""
         rows = [(event.step, event) for event in self._validations() if event.step is not None]
@@ -262,6 +268,13 @@ class RunView:
         """Seconds since the last line, for a run that has not ended."""
         last = self.table([], first=(self.last_step or 0) - 1).times
         return time.time() - float(last[-1]) if len(last) and self.ended is None else None
+
+
+def read_run_view(directory: Path) -> RunView:
+    """A run of this machine, read to its end."""
+    view = RunView(LocalRunLocation(directory))
+    view.read_to_end()
+    return view
 
 
 def error_message(error: Exception) -> str:

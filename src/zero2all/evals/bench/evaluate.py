@@ -21,6 +21,11 @@ from zero2all.evals.target import EvalTarget
 from zero2all.generation import SamplingParams, generate_batch
 from zero2all.sandbox import Sandbox
 
+LINE_TOKENS, REASONING_TOKENS, CODE_TOKENS = 64, 256, 512
+ANSWER_STOP = ("Question:", "问题：")
+CODE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the function has ended
+NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+
 
 class Scorer(Protocol):
     """A model, or a stand-in for one in tests."""
@@ -51,12 +56,6 @@ class ModelScorer:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop)
         completions = generate_batch(self.target.model, self.target.tokenizer, prompts, params)
         return [completion.text for completion in completions]
-
-
-LINE_TOKENS, REASONING_TOKENS, CODE_TOKENS = 64, 256, 512
-ANSWER_STOP = ("Question:", "问题：")
-CODE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the function has ended
-NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 @dataclass(frozen=True)

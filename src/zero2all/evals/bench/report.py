@@ -16,6 +16,9 @@ from zero2all.charts.table import text_table
 from zero2all.evals.bench.contamination import Contamination
 from zero2all.evals.bench.evaluate import ItemResult
 
+ORIGINAL = "original"
+Metric = Literal["accuracy", "centered_accuracy", "answer_bits_per_byte"]
+
 Array = np.ndarray[Any, Any]
 SAMPLES = 1000
 MAX_DRAWN = 2_000_000  # items at a time; bounds the memory
@@ -85,10 +88,6 @@ def _interval(value: float, samples: Array) -> Estimate:
     finite = samples[np.isfinite(samples)]
     low, high = np.quantile(finite, [0.025, 0.975]) if len(finite) else (value, value)
     return Estimate(float(value), min(float(low), float(value)), max(float(high), float(value)))
-
-
-ORIGINAL = "original"
-Metric = Literal["accuracy", "centered_accuracy", "answer_bits_per_byte"]
 
 
 @dataclass(frozen=True)
