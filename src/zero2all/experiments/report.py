@@ -288,7 +288,7 @@ def _fit_remarks(fit: MixtureFit) -> Iterator[str]:
     )
 
 
-def check_command(record: ExperimentRecord, GroupSummary, suggestion: Path) -> str:
+def check_command(record: ExperimentRecord, suggestion: Path) -> str:
     """The command that trains the suggestion and the recipe with several seeds."""
     given = record.variants[0]
     overrides = [word for word in given.overrides if not word.startswith("train.mixture")]
