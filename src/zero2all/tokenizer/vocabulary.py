@@ -1,10 +1,19 @@
-"""What every vocabulary shares: pre-tokenizer patterns, the byte alphabet, the special tokens and the chat template.
+"""What every vocabulary shares: pre-tokenizer patterns, byte alphabet, chat template, and special tokens in text.
 
 The ids of a vocabulary, from 0 on: the 256 bytes, the learned tokens, ``SPECIAL_TOKENS``, and reserved names up to the
 requested size.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
+from importlib.resources import files
+from typing import Literal
+
+from zero2all.errors import UsageError, Z2aError
 
 END_OF_TEXT = "<|endoftext|>"  # ends a document
 START_OF_TEXT = "<|startoftext|>"
@@ -51,47 +60,7 @@ PATTERNS = {
 # ChatML: <|im_start|>role, a newline, the text, <|im_end|>. Tools as JSON in the system message, calls and responses
 # as JSON between their tokens; responses that follow each other share one user turn. A generation block holds what the
 # assistant writes, with the end of its message: transformers and TRL train on that.
-CHAT_TEMPLATE = """\
-{%- macro open(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro -%}
-{%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro -%}
-{%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
-{%- if tools or system -%}
-{{- open('system') + system -}}
-{%- if tools -%}
-{{- '\\n\\n' if system -}}
-{{- 'You may call these functions, one JSON object a line:\\n<tools>\\n' -}}
-{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor -%}
-{{- '</tools>\\nTo call one, write\\n<tool_call>\\n{"name": <its name>, "arguments": <an object>}\\n</tool_call>' -}}
-{%- endif -%}
-{{- close() -}}
-{%- endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{- open('user') if loop.first or loop.previtem.role != 'tool' else '\\n' -}}
-{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
-{{- close() if loop.last or loop.nextitem.role != 'tool' -}}
-{%- elif not (loop.first and message.role == 'system') -%}
-{{- open(message.role) -}}
-{%- if message.role == 'assistant' -%}
-{%- generation -%}
-{{- message.content or '' -}}
-{%- for call in message.tool_calls or [] -%}
-{%- set call = call.function or call -%}
-{{- '\\n' if message.content or not loop.first -}}
-{{- '<tool_call>\\n{"name": ' + (call.name | tojson) + ', "arguments": ' -}}
-{{- call.arguments if call.arguments is string else call.arguments | tojson -}}
-{{- '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>' -}}
-{%- endgeneration -%}
-{{- '\\n' -}}
-{%- else -%}
-{{- (message.content or '') + close() -}}
-{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{{- open('assistant') if add_generation_prompt -}}
-"""
+CHAT_TEMPLATE = (files("zero2all.tokenizer") / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -99,3 +68,38 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+
+
+AllowSpecial = Literal["none", "raise", "all"] | AbstractSet[str]
+"""What the text of a special token means: text; an error; the token; or the token if its name is in the set."""
+
+
+def allowed_names(allow: AllowSpecial, names: Collection[str], texts: list[str]) -> frozenset[str]:
+    """The special tokens that may be parsed in these texts."""
+    if allow == "none":
+        return frozenset()
+    if allow == "all":
+        return frozenset(names)
+    if allow == "raise":
+        for text in texts:
+            if len(parts := split_special(text, frozenset(names))) > 1:
+                raise Z2aError(
+                    f"the text contains {parts[1]!r}, which is the name of a special token: "
+                    "remove it, or encode it as text with allow_special='none'"
+                )
+        return frozenset()
+    if isinstance(allow, str) or (unknown := set(allow) - set(names)):
+        wrong = allow if isinstance(allow, str) else ", ".join(sorted(unknown))
+        raise UsageError(f"allow_special is 'none', 'raise', 'all' or a set of special tokens, not {wrong!r}")
+    return frozenset(allow)
+
+
+def split_special(text: str, names: frozenset[str]) -> list[str]:
+    """Text, name, text, name, ..., text: the texts have even indices and may be empty."""
+    return _pattern(names).split(text) if names else [text]
+
+
+@lru_cache(maxsize=64)
+def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+    # Longer names first, or one that begins another would hide it.
+    return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")")
