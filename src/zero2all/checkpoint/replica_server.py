@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from zero2all.checkpoint.flash import SlotHeader, StagedSlot, find_staged_slots
-from zero2all.checkpoint.peer_connection import Address, PeerConnection, connect
-from zero2all.checkpoint.peer_server import PeerServer
+from zero2all.checkpoint.peers import PeerServer, connect_peer
 from zero2all.checkpoint.replica_slots import LAYOUT_FILE, MAX_LAYOUT_BYTES, RejectedStateError, ReplicaSlots
+from zero2all.connection import Address, Connection
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class ReplicaServer(PeerServer):
         """From now on take the states of these ranks, by rank and world size."""
         self._held = {key: (slots, threading.Lock()) for key, slots in held.items()}
 
-    def answer(self, peer: PeerConnection) -> None:
+    def answer(self, peer: Connection) -> None:
         request = peer.receive(Request)
         if request.operation == "store":
             self._store(peer, request)
         else:
             self._give(peer, request)
 
-    def _store(self, peer: PeerConnection, request: Request) -> None:
+    def _store(self, peer: Connection, request: Request) -> None:
         slots, lock = self._held.get((request.rank, request.world_size), (None, threading.Lock()))
         if slots is None:
             peer.send(Reply(f"no replicas of rank {request.rank} of {request.world_size} are kept here"))
@@ -88,7 +88,7 @@ class ReplicaServer(PeerServer):
         # After the release: a sender that has this reply may send the next state at once.
         peer.send(Reply(problem))
 
-    def _give(self, peer: PeerConnection, request: Request) -> None:
+    def _give(self, peer: Connection, request: Request) -> None:
         for slot in find_staged_slots(self._flash_directory):
             if slot.header.hash is not None and _is_requested(slot, request):
                 break
@@ -106,7 +106,7 @@ class ReplicaServer(PeerServer):
             peer.send_bytes(data)
 
 
-def receive_state(peer: PeerConnection, slots: ReplicaSlots, header: SlotHeader, layout_bytes: int) -> None:
+def receive_state(peer: Connection, slots: ReplicaSlots, header: SlotHeader, layout_bytes: int) -> None:
     layout = bytearray(layout_bytes)
     peer.receive_bytes(memoryview(layout))
     slots.receive(header, bytes(layout), peer.receive_bytes)
@@ -114,7 +114,7 @@ def receive_state(peer: PeerConnection, slots: ReplicaSlots, header: SlotHeader,
 
 def fetch_state(address: Address, secret: bytes, request: Request, directory: Path, expected_bytes: int) -> None:
     """Copy a state that another node holds into ``directory``; an error says why it cannot be."""
-    with connect(address, secret) as peer:
+    with connect_peer(address, secret) as peer:
         peer.send(request)
         reply = peer.receive(Reply)
         if reply.problem is not None or reply.header is None:

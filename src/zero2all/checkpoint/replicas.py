@@ -11,12 +11,12 @@ from pathlib import Path
 
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
-from zero2all.checkpoint.peer_connection import Address, RateLimit
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replica_placement import memory_id, plan_replicas
-from zero2all.checkpoint.replica_sender import ReplicaSender
+from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, Request, fetch_state
 from zero2all.checkpoint.replica_slots import ReplicaSlots
+from zero2all.connection import Address
 from zero2all.console import warn
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import Z2aError

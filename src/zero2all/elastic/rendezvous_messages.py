@@ -10,6 +10,9 @@ from zero2all.elastic.node_stragglers import ArrivalReport
 from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
 
+SERVICE = "rendezvous"
+HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
+
 
 @dataclass(frozen=True)
 class Request:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import json
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zero2all.connection import LENGTH_BYTES, Client, Server, SignedSession, TamperedError, frame_length
 from zero2all.console import say
 from zero2all.elastic.island_messages import (
     EnterIslands,
@@ -28,6 +26,7 @@ from zero2all.elastic.island_server import IslandSeat, IslandTraining, WaitingRe
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
+    SERVICE,
     AddToValue,
     Attach,
     CheckKeys,
@@ -50,7 +49,6 @@ from zero2all.elastic.rendezvous_messages import (
     StatusChange,
     WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import MAGIC, printable_name
 from zero2all.elastic.rendezvous_state import (
     FailureAnswer,
     Node,
@@ -59,27 +57,11 @@ from zero2all.elastic.rendezvous_state import (
     RendezvousStatus,
 )
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import (
-    LENGTH_BYTES,
-    MAC_BYTES,
-    NONCE_BYTES,
-    REFUSED,
-    WELCOME,
-    SignedSession,
-    TamperedError,
-    client_proof,
-    frame_length,
-    server_proof,
-)
 from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
-MAX_UNAUTHENTICATED = 1024  # at a time
 TICK_INTERVAL = 0.1
 ADVANCE_DELAY = 2e-5  # seconds for each node that a job's next decision is put off, for others that arrive meanwhile
-BACKLOG = 4096
-WARNING_INTERVAL = 60.0  # seconds between two warnings about the same address
 
 
 class RequestError(Exception):
@@ -143,7 +125,7 @@ class Peer:
             self.writer.write(self.session.seal_encoded(message))
 
 
-class RendezvousServer:
+class RendezvousServer(Server):
     """
     >>> server = RendezvousServer("10.0.0.1", 29500, secret)
     >>> server.start()  # in a separate thread
@@ -152,55 +134,28 @@ class RendezvousServer:
     """
 
     def __init__(self, address: str, port: int, secret: str) -> None:
-        """Binds only that address."""
-        self._secret = secret.encode()
-        self._socket = _listen(address, port)
-        self.port: int = self._socket.getsockname()[1]
-        self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+        raise_descriptor_limit()  # one connection for each node
+        super().__init__(address, port, SERVICE, secret.encode())
+        self.endpoint = str(self.address)
         self._jobs: dict[str, RendezvousJob] = {}
         self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
         """By job: a job that ends and starts again keeps them."""
         self._trainings: dict[str, IslandTraining] = {}
         self._peers: set[Peer] = set()
-        self._unauthenticated = 0
-        self._warned_at: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._ready = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.serve, name="z2a-rendezvous", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    def stop(self) -> None:
-        """Flushes what was sent."""
-        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._thread is not None:
-            self._thread.join(5)
+    def report(self, text: str) -> None:
+        say(f"rendezvous: {text}")
 
     def has_nodes(self) -> bool:
         return any(job.peers for job in list(self._jobs.values()))
 
-    def serve(self) -> None:
-        """Until ``stop`` is called."""
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._accept, sock=self._socket, backlog=BACKLOG)
-        self._ready.set()
+    async def run(self) -> None:
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._stopping.wait()
+            await super().run()
         finally:
             ticker.cancel()
-            server.close()
-            for peer in list(self._peers):
+            for peer in list(self._peers):  # flushes what was sent
                 with suppress(OSError, asyncio.TimeoutError):
                     await asyncio.wait_for(peer.writer.drain(), 1)
                 peer.writer.close()
@@ -213,52 +168,21 @@ class RendezvousServer:
             for training in self._trainings.values():
                 training.advance()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = str((writer.get_extra_info("peername") or ("?",))[0])
-        peer: Peer | None = None
+    async def attend(self, client: Client) -> None:
+        reader, writer = await asyncio.open_connection(sock=client.connection.socket)
+        peer = Peer(client.name, client.host, client.connection.session, writer)
+        self._peers.add(peer)
         try:
-            if self._unauthenticated >= MAX_UNAUTHENTICATED:
-                raise OSError("too many unauthenticated connections")
-            self._unauthenticated += 1
-            try:
-                peer = await asyncio.wait_for(self._handshake(reader, writer, address), HANDSHAKE_TIMEOUT)
-            finally:
-                self._unauthenticated -= 1
-            if peer is not None:
-                self._peers.add(peer)
-                await self._read_requests(reader, peer)
+            await self._read_requests(reader, peer)
         except TamperedError as error:
-            self._warn_once(address, f"{peer.name if peer else 'a client'} ({address}) sent {error}: disconnected")
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # disconnected, or never authenticated, or the server ends: then Python would print a traceback
+            self.warn_once(client.host, f"{client.name} ({client.host}) sent {error}: disconnected")
+        except (OSError, EOFError):
+            pass  # disconnected
         finally:
-            if peer is not None:
-                self._peers.discard(peer)
-                self._disconnect(peer, gracefully=False)
+            self._peers.discard(peer)
+            self._disconnect(peer, gracefully=False)
             with suppress(OSError):
                 writer.close()
-
-    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> Peer | None:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(MAGIC + nonce)
-        theirs = await reader.readexactly(NONCE_BYTES)
-        name = await reader.readexactly((await reader.readexactly(1))[0])
-        proof = await reader.readexactly(MAC_BYTES)
-        if not hmac.compare_digest(proof, client_proof(self._secret, nonce, theirs, name)):
-            self._warn_once(address, f"node {printable_name(name)} ({address}) was refused: wrong job secret")
-            writer.write(REFUSED)
-            await writer.drain()
-            return None
-        writer.write(WELCOME + server_proof(self._secret, nonce, theirs))
-        return Peer(printable_name(name), address, SignedSession(self._secret, nonce, theirs, is_server=True), writer)
-
-    def _warn_once(self, address: str, text: str) -> None:
-        now = time.monotonic()
-        if now - self._warned_at.get(address, -WARNING_INTERVAL) >= WARNING_INTERVAL:
-            if len(self._warned_at) >= MAX_UNAUTHENTICATED:
-                self._warned_at.clear()
-            self._warned_at[address] = now
-            say(f"rendezvous: {text}")
 
     async def _read_requests(self, reader: asyncio.StreamReader, peer: Peer) -> None:
         while True:
@@ -281,9 +205,7 @@ class RendezvousServer:
             if (handler := _HANDLERS.get(type(request))) is not None:
                 peer.send(Reply(head.id, handler(self, peer, request)))
                 return
-            task = asyncio.create_task(self._answer_later(peer, head.id, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.keep(asyncio.create_task(self._answer_later(peer, head.id, request)))
 
     async def _answer_later(self, peer: Peer, id: int | None, request: Request) -> None:
         with _errors_answered(peer, lambda: id):
@@ -526,18 +448,3 @@ def _format_node_counts(counts: tuple[int, ...]) -> str:
     if len(counts) > 1 and list(counts) == list(range(counts[0], counts[-1] + 1)):
         return f"{counts[0]}:{counts[-1]}"
     return " or ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    raise_descriptor_limit()  # one connection for each node
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(BACKLOG)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
-    return listening
