@@ -22,8 +22,14 @@ from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.lineage import Branch, Lineage
 from zero2all.checkpoint.peers import connect_peer
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
-from zero2all.checkpoint.replica_server import ReplicaServer, Reply, Request, fetch_state
-from zero2all.checkpoint.replica_slots import RejectedStateError, ReplicaSlots
+from zero2all.checkpoint.replica_server import (
+    RejectedStateError,
+    ReplicaServer,
+    ReplicaSlots,
+    Reply,
+    Request,
+    fetch_state,
+)
 from zero2all.connection import (
     GREETING_BYTES,
     HELLO_BYTES,

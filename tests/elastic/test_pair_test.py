@@ -194,5 +194,5 @@ def test_a_test_process_that_crashes_hangs_or_lies_is_a_failed_turn(
 
 def test_the_rendezvous_server_does_not_import_torch() -> None:
     """It runs on login nodes, and decides there which nodes are bad."""
-    code = "import sys, zero2all.elastic.serve_rendezvous; sys.exit('torch' in sys.modules)"
+    code = "import sys, zero2all.elastic.rendezvous_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -20,10 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from zero2all.connection import MAGIC, NAME_BYTES, NONCE_BYTES, SignedSession, TamperedError
 from zero2all.elastic import rendezvous_client as client_module
-from zero2all.elastic import serve_rendezvous as serve_module
-from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic import rendezvous_server as serve_module
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import FailureFacts
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import (
     JobEndedError,

@@ -16,7 +16,7 @@ from zero2all.checkpoint.peers import PeerServer, connect_peer
 from zero2all.connection import Address, Connection, TamperedError
 from zero2all.elastic import island_quorum
 from zero2all.elastic.island_client import IslandClient
-from zero2all.elastic.island_messages import EnterIslands
+from zero2all.elastic.island_quorum import EnterIslands
 from zero2all.elastic.rendezvous_client import WrongSecretError
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.errors import Interrupted, UsageError, Z2aError

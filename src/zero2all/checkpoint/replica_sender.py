@@ -11,8 +11,7 @@ from pathlib import Path
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
 from zero2all.checkpoint.peers import connect_peer
-from zero2all.checkpoint.replica_server import Reply, Request
-from zero2all.checkpoint.replica_slots import LAYOUT_FILE, RejectedStateError
+from zero2all.checkpoint.replica_server import LAYOUT_FILE, RejectedStateError, Reply, Request
 from zero2all.connection import Address, TamperedError
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError

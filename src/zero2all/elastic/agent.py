@@ -35,8 +35,8 @@ from zero2all.elastic.failure_report import (
 from zero2all.elastic.gpu_errors import GpuErrorPoll, GpuErrors, GpuFault, fatal_texts
 from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, find_run_directory
-from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, FailureFacts
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times

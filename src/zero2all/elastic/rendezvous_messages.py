@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
-from zero2all.elastic.node_stragglers import ArrivalReport
 from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
+from zero2all.elastic.stragglers import ArrivalReport
 
 SERVICE = "rendezvous"
 HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node

@@ -1,4 +1,7 @@
-"""The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store."""
+"""The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store.
+
+It does not import torch, which takes 200 MB: ``z2a rendezvous`` runs on a machine of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zero2all.connection import LENGTH_BYTES, Client, Server, SignedSession, TamperedError, frame_length
 from zero2all.console import say
-from zero2all.elastic.island_messages import (
+from zero2all.elastic.addresses import DEFAULT_PORT, LOOPBACK, default_address
+from zero2all.elastic.island_quorum import (
+    Answer,
     EnterIslands,
+    IslandTakenError,
     LeaveIslands,
     ReadyToExchange,
     ReportExchange,
     StartIsland,
 )
-from zero2all.elastic.island_quorum import Answer, IslandTakenError
 from zero2all.elastic.island_server import IslandSeat, IslandTraining, WaitingRequest, take_seat
+from zero2all.elastic.job_secret import find_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
@@ -448,3 +455,21 @@ def _format_node_counts(counts: tuple[int, ...]) -> str:
     if len(counts) > 1 and list(counts) == list(range(counts[0], counts[-1] + 1)):
         return f"{counts[0]}:{counts[-1]}"
     return " or ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+
+
+def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
+    """Serve the rendezvous until this process is ended. Without ``listen``, for this machine alone."""
+    secret, path = find_secret(secret_file, make=True)
+    address = LOOPBACK if listen is None else listen
+    try:
+        server = RendezvousServer(address, port, secret)
+    except OSError as error:
+        raise Z2aError(
+            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try --port or --listen"
+        ) from None
+    say(f"nodes meet at {server.endpoint}; Ctrl-C ends it")
+    if listen is None:
+        say(f"only this machine reaches it: for other nodes, start it with --listen {default_address()}")
+    where = "the variable Z2A_JOB_SECRET" if path is None else f"{path} (mode 0600)"
+    say(f"the job secret is in {where}: every node needs it, in the same place, by --secret-file or Z2A_JOB_SECRET")
+    server.serve()

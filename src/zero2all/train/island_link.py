@@ -21,7 +21,7 @@ from zero2all.connection import Address, Connection, TamperedError
 from zero2all.console import say
 from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.island_client import GivenUpError, IslandClient
-from zero2all.elastic.island_messages import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
+from zero2all.elastic.island_quorum import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
 from zero2all.errors import Interrupted, Z2aError
 
 FETCH_TIMEOUT = 5.0  # seconds without a byte after which a part counts as out of reach
