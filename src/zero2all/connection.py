@@ -18,14 +18,13 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zero2all.records import parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from _typeshed import DataclassInstance
 
@@ -40,8 +39,7 @@ MAX_FRAME_BYTES = 4 << 20
 BLOCK_BYTES = 1 << 20  # of raw data under one signature
 ONE_SHOT_BYTES = 1 << 16  # a thousand small frames a second are signed in one call each
 REFUSED, WELCOME = b"\0", b"\1"
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate, and for each answer to it
-STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side is lost
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
 MAX_UNAUTHENTICATED = 1024  # connections at a time
 BACKLOG = 4096
 ACCEPT_PAUSE = 0.1  # seconds until the next attempt while there are too many open files
@@ -162,15 +160,14 @@ class Connection:
     ...     reply = peer.receive(FetchReply)
     """
 
-    def __init__(self, connection: socket.socket, session: SignedSession) -> None:
-        self.socket, self.session = connection, session
+    def __init__(self, connection: socket.socket, session: SignedSession, name: str = "", host: str = "") -> None:
+        """On the server's side ``name`` is that of the client's host, as the client says, and ``host`` its address."""
+        self.socket, self.session, self.name, self.host = connection, session, name, host
 
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -209,24 +206,16 @@ class Connection:
 
 
 def connect(
-    address: Address,
-    service: str,
-    secret: bytes,
-    patience: float = HANDSHAKE_TIMEOUT,
-    stall_timeout: float | None = STALL_TIMEOUT,
-    connect_timeout: float | None = None,
-    is_bulk: bool = False,
+    address: Address, service: str, secret: bytes, timeout: float = HANDSHAKE_TIMEOUT, is_bulk: bool = False
 ) -> Connection:
-    """``patience`` is the seconds for each message of the handshake, and to connect if ``connect_timeout`` is not
-    given. ``is_bulk``: gradients may pass what is sent."""
-    connection = socket.create_connection(address, timeout=connect_timeout or patience)
+    """``timeout``: seconds to connect, for each message of the handshake, and from then on for each call. ``is_bulk``:
+    gradients may pass what is sent."""
+    connection = socket.create_connection(address, timeout=timeout)
     try:
-        connection.settimeout(patience)
         _configure(connection, is_bulk)
         handshake = ClientHandshake(service, secret, socket.gethostname())
         connection.sendall(handshake.hello(receive_exactly(connection, GREETING_BYTES)))
         session = handshake.session(receive_exactly(connection, WELCOME_BYTES))
-        connection.settimeout(stall_timeout)
         return Connection(connection, session)
     except TamperedError as error:
         connection.close()
@@ -249,16 +238,6 @@ def _receive_into(connection: socket.socket, target: memoryview) -> None:
         if count == 0:
             raise ConnectionResetError("the other side has closed it")
         at += count
-
-
-@dataclass(frozen=True)
-class Client:
-    """A client that knows the secret. Its socket does not block, and belongs to who gets this."""
-
-    name: str
-    """Of its host, as it says, and safe to print."""
-    host: str
-    connection: Connection
 
 
 class Server:
@@ -285,8 +264,8 @@ class Server:
         self._ready = threading.Event()
         self._thread: threading.Thread | None = None
 
-    async def attend(self, client: Client) -> None:
-        """Called for each client, whose connection it must close."""
+    async def attend(self, client: Connection) -> None:
+        """Called for each client that knows the secret. Must close the connection; its socket does not block."""
         raise NotImplementedError
 
     def report(self, text: str) -> None:
@@ -354,7 +333,7 @@ class Server:
         if client is not None:
             await self.attend(client)
 
-    async def _authenticate(self, connection: socket.socket, host: str) -> Client | None:
+    async def _authenticate(self, connection: socket.socket, host: str) -> Connection | None:
         _configure(connection, self.is_bulk)
         loop, mine = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
         await loop.sock_sendall(connection, MAGIC + mine)
@@ -371,7 +350,7 @@ class Server:
             await loop.sock_sendall(connection, REFUSED + bytes(MAC_BYTES))
             return None
         await loop.sock_sendall(connection, WELCOME + sign(self._key, b"server", mine, theirs))
-        return Client(shown, host, Connection(connection, SignedSession(self._key, mine, theirs, is_server=True)))
+        return Connection(connection, SignedSession(self._key, mine, theirs, is_server=True), shown, host)
 
     def warn_once(self, host: str, text: str) -> None:
         now = time.monotonic()

@@ -7,9 +7,7 @@ from functools import partial
 from zero2all.checkpoint.flash import BACKGROUND_NICENESS, run_in_background
 from zero2all.connection import (
     HANDSHAKE_TIMEOUT,
-    STALL_TIMEOUT,
     Address,
-    Client,
     Connection,
     Server,
     TamperedError,
@@ -19,12 +17,15 @@ from zero2all.console import warn
 from zero2all.errors import Z2aError
 
 SERVICE = "states"
+STALL_TIMEOUT = 30.0  # seconds without a byte after which a peer is lost
 
 
 def connect_peer(
     address: Address, secret: bytes, patience: float = HANDSHAKE_TIMEOUT, stall_timeout: float = STALL_TIMEOUT
 ) -> Connection:
-    return connect(address, SERVICE, secret, patience, stall_timeout, is_bulk=True)
+    peer = connect(address, SERVICE, secret, patience, is_bulk=True)
+    peer.socket.settimeout(stall_timeout)
+    return peer
 
 
 class PeerServer(Server):
@@ -51,17 +52,17 @@ class PeerServer(Server):
     def report(self, text: str) -> None:
         warn(f"as a peer of this rank, {text}", every_rank=True)
 
-    async def attend(self, client: Client) -> None:
-        client.connection.socket.settimeout(STALL_TIMEOUT)
+    async def attend(self, client: Connection) -> None:
+        client.socket.settimeout(STALL_TIMEOUT)
         run_in_background(partial(self._answer, client), self.niceness)
 
-    def _answer(self, client: Client) -> None:
-        with client.connection as peer:
+    def _answer(self, peer: Connection) -> None:
+        with peer:
             self._open.add(peer)
             try:
                 self.answer(peer)
             except (TamperedError, Z2aError) as error:
-                self.warn_once(client.host, f"node {client.name} ({client.host}) sent {error}: disconnected")
+                self.warn_once(peer.host, f"node {peer.name} ({peer.host}) sent {error}: disconnected")
             except OSError:
                 pass  # disconnected, too slow, or this rank is ending
             finally:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zero2all.connection import Address, Client, Server, TamperedError, connect, receive_exactly
+from zero2all.connection import Address, Connection, Server, TamperedError, connect, receive_exactly
 
 CONNECT_TIMEOUT = 4.0  # seconds: the kernel repeats a lost packet after one and after three
 MAX_RECEIVED = 1 << 28  # bytes from one probe
@@ -114,14 +114,14 @@ class ProbeListener(Server):
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    async def attend(self, client: Client) -> None:
+    async def attend(self, client: Connection) -> None:
         loop, received, buffer = asyncio.get_running_loop(), 0, bytearray(len(_CHUNK))
-        with client.connection as connection, suppress(OSError):
+        with client, suppress(OSError):
             async with asyncio.timeout(2 * CONNECT_TIMEOUT) as limit:
-                while received < MAX_RECEIVED and (count := await loop.sock_recv_into(connection.socket, buffer)):
+                while received < MAX_RECEIVED and (count := await loop.sock_recv_into(client.socket, buffer)):
                     received += count
                     limit.reschedule(loop.time() + 2 * CONNECT_TIMEOUT)
-                await loop.sock_sendall(connection.socket, received.to_bytes(_COUNT_BYTES, "big"))
+                await loop.sock_sendall(client.socket, received.to_bytes(_COUNT_BYTES, "big"))
 
 
 def _service(name: str) -> str:
@@ -136,7 +136,7 @@ def probe(
     is_sending = False
     try:
         address = Address(target.address, target.port)
-        with connect(address, _service(name), secret.encode(), timeout, timeout) as connection:
+        with connect(address, _service(name), secret.encode(), timeout) as connection:
             is_sending = send_for > 0
             return ProbeResult(bytes_per_second=_send(connection.socket, send_for) if is_sending else None)
     except TamperedError:

@@ -35,14 +35,14 @@ from zero2all.elastic.rendezvous_messages import (
     Request,
     ServerMessage,
     SetValues,
-    WaitForKeys,
 )
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
 from zero2all.torch_private import Store
 
-CONNECT_TIMEOUT = 5.0  # seconds for one attempt to connect
+CONNECT_TIMEOUT = 10.0  # seconds for one attempt to connect, and for each message of its handshake
+FIRST_WORDS = 5.0  # seconds without a connection after which a node says so
 RETRY_INTERVAL = 0.5  # seconds between two attempts to connect
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
 WAIT_INTERVAL = 0.5  # seconds between two looks at what may interrupt a wait
@@ -146,14 +146,16 @@ class RendezvousClient:
     def _connect(self, secret: bytes) -> Connection:
         host, _, port = self.endpoint.rpartition(":")
         address, begin, logged = Address(host.strip("[]"), int(port)), time.monotonic(), False
-        deadline, patience = begin + self.patience, max(1.0, self.patience)
+        deadline, timeout = begin + self.patience, max(1.0, min(CONNECT_TIMEOUT, self.patience))
         while True:
             try:
-                return connect(address, SERVICE, secret, patience, None, min(CONNECT_TIMEOUT, patience))
+                found = connect(address, SERVICE, secret, timeout)
+                found.socket.settimeout(None)
+                return found
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise RendezvousConnectionError(f"{self.endpoint} does not answer ({error})") from None
-                if not logged and time.monotonic() > begin + CONNECT_TIMEOUT:
+                if not logged and time.monotonic() > begin + FIRST_WORDS:
                     logged = True
                     say(
                         f"this node ({socket.gethostname()}) cannot reach the rendezvous at {self.endpoint} (TCP): "
@@ -260,7 +262,7 @@ class RendezvousStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [base64.b64decode(value) for value in self._wait_for_keys(GetValues, keys, self.timeout)]
+        return self._wait_for_values(keys, self.timeout)
 
     def add(self, key: str, value: int) -> int:
         return int(self._client.request(AddToValue(key, value)))
@@ -269,7 +271,7 @@ class RendezvousStore(Store):
         return bool(self._client.request(CheckKeys(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait_for_keys(WaitForKeys, keys, timeout or self.timeout)
+        self._wait_for_values(keys, timeout or self.timeout)
 
     def wait_unless(self, keys: list[str], seconds: float, is_interrupted: Callable[[], bool]) -> bool:
         """Whether they are set in time, and nothing has interrupted the wait."""
@@ -282,10 +284,11 @@ class RendezvousStore(Store):
                 continue
         return False
 
-    def _wait_for_keys(self, request: type[GetValues | WaitForKeys], keys: list[str], timeout: timedelta) -> Any:
+    def _wait_for_values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         seconds = timeout.total_seconds()
         try:
-            return self._client.request(request(keys, seconds), timeout=seconds + self._client.patience)
+            values = self._client.request(GetValues(keys, seconds), timeout=seconds + self._client.patience)
+            return [base64.b64decode(value) for value in values]
         except RendezvousTimeoutError as error:
             raise DistStoreError(str(error)) from None  # as torch's own stores
 

@@ -122,13 +122,6 @@ class GetValues(Request):
 
 
 @dataclass(frozen=True)
-class WaitForKeys(Request):
-    operation = "until"
-    keys: list[str]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class AddToValue(Request):
     operation = "add"
     key: str
@@ -156,26 +149,8 @@ class RequestHead:
 
 
 @dataclass(frozen=True)
-class Reply:
-    id: int | None
-    value: Any
-
-
-@dataclass(frozen=True)
-class ErrorReply:
-    id: int | None
-    error: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class StatusChange:
-    status: RendezvousStatus
-
-
-@dataclass(frozen=True)
 class ServerMessage:
-    """One of the three above, as the client reads it."""
+    """The answer to the request ``id``, or a new status. What is None is not sent."""
 
     id: int | None = None
     value: Any = None

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero2all.connection import LENGTH_BYTES, Client, Server, SignedSession, TamperedError, frame_length
+from zero2all.connection import LENGTH_BYTES, Connection, Server, SignedSession, TamperedError, frame_length
 from zero2all.console import say
 from zero2all.elastic.addresses import DEFAULT_PORT, LOOPBACK, default_address
 from zero2all.elastic.island_quorum import (
@@ -40,21 +40,18 @@ from zero2all.elastic.rendezvous_messages import (
     Close,
     DeleteKey,
     Enter,
-    ErrorReply,
     GetValues,
     JoinNextRound,
     Leave,
     Ping,
     ReadClock,
-    Reply,
     ReportArrivals,
     ReportFailure,
     ReportTestTurn,
     Request,
     RequestHead,
+    ServerMessage,
     SetValues,
-    StatusChange,
-    WaitForKeys,
 )
 from zero2all.elastic.rendezvous_state import (
     FailureAnswer,
@@ -124,7 +121,7 @@ class Peer:
     seat: IslandSeat | None = None
     """If it is the connection of an island."""
 
-    def send(self, message: Reply | ErrorReply) -> None:
+    def send(self, message: ServerMessage) -> None:
         self.send_encoded(_encode(message))
 
     def send_encoded(self, message: bytes) -> None:
@@ -175,9 +172,9 @@ class RendezvousServer(Server):
             for training in self._trainings.values():
                 training.advance()
 
-    async def attend(self, client: Client) -> None:
-        reader, writer = await asyncio.open_connection(sock=client.connection.socket)
-        peer = Peer(client.name, client.host, client.connection.session, writer)
+    async def attend(self, client: Connection) -> None:
+        reader, writer = await asyncio.open_connection(sock=client.socket)
+        peer = Peer(client.name, client.host, client.session, writer)
         self._peers.add(peer)
         try:
             await self._read_requests(reader, peer)
@@ -210,13 +207,13 @@ class RendezvousServer(Server):
                 raise RequestError("usage", f"unknown request {head.op!r}: is this node of another version?")
             request = parse_record(_REQUESTS[head.op], message, head.op)
             if (handler := _HANDLERS.get(type(request))) is not None:
-                peer.send(Reply(head.id, handler(self, peer, request)))
+                peer.send(ServerMessage(head.id, handler(self, peer, request)))
                 return
             self.keep(asyncio.create_task(self._answer_later(peer, head.id, request)))
 
     async def _answer_later(self, peer: Peer, id: int | None, request: Request) -> None:
         with _errors_answered(peer, lambda: id):
-            peer.send(Reply(id, await _WAITING_HANDLERS[type(request)](self, peer, request)))
+            peer.send(ServerMessage(id, await _WAITING_HANDLERS[type(request)](self, peer, request)))
 
     def _disconnect(self, peer: Peer, gracefully: bool) -> None:
         if peer.job is not None and peer.node is not None:
@@ -253,7 +250,7 @@ class RendezvousServer(Server):
                 waiting.set_result(assignment)
         status = job.state.status()
         if status != job.status:
-            job.status, encoded = status, _encode(StatusChange(status))
+            job.status, encoded = status, _encode(ServerMessage(status=status))
             for peer in job.peers.values():
                 peer.send_encoded(encoded)
         for id in job.peers.keys() - job.state.nodes.keys():  # silent for too long
@@ -286,7 +283,7 @@ class RendezvousServer(Server):
         job.state.register(node, time.monotonic())
         job.peers[peer.node] = peer
         if job.status != RendezvousStatus():
-            peer.send_encoded(_encode(StatusChange(job.status)))
+            peer.send_encoded(_encode(ServerMessage(status=job.status)))
         return peer.node
 
     def _attach(self, peer: Peer, request: Attach) -> None:
@@ -368,9 +365,6 @@ class RendezvousServer(Server):
         job.set_value(request.key, str(total).encode())
         return total
 
-    async def _wait_for_keys(self, peer: Peer, request: WaitForKeys) -> None:
-        await _job_of(peer).wait_for_keys(request.keys, request.seconds)
-
     def _check(self, peer: Peer, request: CheckKeys) -> bool:
         return all(key in _job_of(peer).values for key in request.keys)
 
@@ -415,7 +409,6 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] 
 _WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
     JoinNextRound: RendezvousServer._join_next_round,
     GetValues: RendezvousServer._get,
-    WaitForKeys: RendezvousServer._wait_for_keys,
     ReportTestTurn: RendezvousServer._report_test_turn,
     StartIsland: RendezvousServer._answer_island,
     ReadyToExchange: RendezvousServer._answer_island,
@@ -424,8 +417,8 @@ _WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], A
 _REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
 
 
-def _encode(message: Reply | ErrorReply | StatusChange) -> bytes:
-    return json.dumps(asdict(message)).encode()
+def _encode(message: ServerMessage) -> bytes:
+    return json.dumps({name: value for name, value in asdict(message).items() if value is not None}).encode()
 
 
 @contextmanager
@@ -434,11 +427,11 @@ def _errors_answered(peer: Peer, id: Callable[[], int | None]) -> Iterator[None]
     try:
         yield
     except RequestError as error:
-        peer.send(ErrorReply(id(), str(error), error.kind))
+        peer.send(ServerMessage(id(), error=str(error), kind=error.kind))
     except UsageError as error:
-        peer.send(ErrorReply(id(), str(error), "usage"))
+        peer.send(ServerMessage(id(), error=str(error), kind="usage"))
     except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
-        peer.send(ErrorReply(id(), f"malformed request ({error})", "usage"))
+        peer.send(ServerMessage(id(), error=f"malformed request ({error})", kind="usage"))
 
 
 def _describe_exclusion(entry: ExcludedNode) -> str:
