@@ -28,7 +28,9 @@ from zero2all.elastic.failure_report import (
     RecoveryCost,
     add_recovery_cost,
     combine_node_reports,
+    last_lines,
     render_text,
+    trim_log,
     write_failure_report,
     write_node_report,
 )
@@ -41,7 +43,6 @@ from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
-from zero2all.elastic.worker_logs import last_lines, trim_log
 from zero2all.environment import record_collective_starts
 from zero2all.redact import redact
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context

@@ -36,8 +36,7 @@ from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, Failur
 from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.overlay import CONNECT_TIMEOUT as OVERLAY_TIMEOUT
 from zero2all.elastic.overlay import WireGuardOverlay
-from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
-from zero2all.elastic.pair_test_process import run_pair_test
+from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport, run_pair_test
 from zero2all.elastic.reach_check import ReachCheck, ReachReport
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
 from zero2all.elastic.rendezvous_messages import (
