@@ -21,6 +21,12 @@ def source_address(family: socket.AddressFamily, destination: tuple[Any, ...]) -
         return address
 
 
+def source_address_towards(host: str, port: int = 9) -> str:
+    """The same for a name or an address."""
+    family, _, _, _, destination = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    return source_address(family, destination)
+
+
 def interface_for_address(address: str) -> str | None:
     """The network interface with this address, for gloo, which otherwise resolves the host name."""
     return next((name for name, own in interface_addresses().items() if own == address), None)

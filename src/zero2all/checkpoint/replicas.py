@@ -19,7 +19,7 @@ from zero2all.connection import Address
 from zero2all.console import warn
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import Z2aError
-from zero2all.network import source_address
+from zero2all.network import source_address_towards
 from zero2all.units import show_bytes
 
 LOOPBACK = "127.0.0.1"
@@ -196,8 +196,7 @@ def _own_address() -> str:
     """From which this node reaches that of rank 0: there other nodes reach it."""
     if (master := os.environ.get("MASTER_ADDR")) is None:
         return LOOPBACK
-    family, _, _, _, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    return source_address(family, destination)
+    return source_address_towards(master)
 
 
 def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:

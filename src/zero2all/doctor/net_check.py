@@ -26,7 +26,7 @@ from zero2all.doctor.reachability import (
 )
 from zero2all.doctor.topology import Nic, read_nics
 from zero2all.findings import Finding, finding_if
-from zero2all.network import interface_addresses, interface_for_address, interface_mtu, source_address
+from zero2all.network import interface_addresses, interface_for_address, interface_mtu, source_address_towards
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 from zero2all.units import show_bytes
@@ -127,8 +127,7 @@ class NetCheck:
         if problem is None:
             return Direction(self.number, other, bytes_per_second=rate)
         try:
-            family, _, _, _, destination = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_DGRAM)[0]
-            here = source_address(family, destination)
+            here = source_address_towards(target.address, target.port)
         except OSError:
             here = "?"
         mapped = target.purpose == "store" and target.address != node.data.address
@@ -142,8 +141,7 @@ def data_address(master: str) -> tuple[str, str]:
     wanted, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), interface_addresses()
     if wanted in interfaces:
         return interfaces[wanted], wanted
-    family, _, _, _, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    address = source_address(family, destination)
+    address = source_address_towards(master)
     return address, interface_for_address(address) or ""
 
 

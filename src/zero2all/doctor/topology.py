@@ -15,6 +15,7 @@ import torch
 from zero2all.findings import Finding, finding_if
 from zero2all.hardware import gpu_pci_addresses
 from zero2all.numa import SYSFS, NumaNode, pci_numa_node, rank_binding, read_numa_nodes, show_cpu_list
+from zero2all.processes import read_text
 from zero2all.units import show_bytes
 
 LINKS = {
@@ -133,25 +134,18 @@ def read_nics(sysfs: Path = SYSFS) -> list[Nic]:
     found = []
     for place in sorted((sysfs / "class/infiniband").glob("*")):
         device, port = (place / "device").resolve(), place / "ports/1"
-        node = _read(device / "numa_node")
+        node = read_text(device / "numa_node").strip()
         found.append(
             Nic(
                 name=place.name,
                 numa_node=int(node) if node.isdigit() else None,
-                layer=_read(port / "link_layer"),
-                state=_read(port / "state").partition(": ")[2] or _read(port / "state"),
-                rate=_read(port / "rate"),
+                layer=read_text(port / "link_layer").strip(),
+                state=read_text(port / "state").strip().rpartition(": ")[2],
+                rate=read_text(port / "rate").strip(),
                 path=device,
             )
         )
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def pci_link(one: Path, other: Path, same_node: bool) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zero2all.processes import read_text
+
 CONNECTION_LOST = re.compile(
     r"connection (was )?(likely )?(closed|reset)|closed by (remote )?peer|broken pipe|connectFullMesh|"
     r"connection refused|remote process exited|NCCL communicator was aborted|ncclRemoteError|"
@@ -182,7 +184,7 @@ def _signal_number(status: int) -> int | None:
 
 def oom_kills() -> int:
     """How many processes of this control group the OOM killer has killed so far."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             files = [Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")]
@@ -191,13 +193,6 @@ def oom_kills() -> int:
         else:
             continue
         for file in files:
-            if found := re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE):
+            if found := re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE):
                 return int(found[1])
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -23,11 +23,10 @@ from zero2all.doctor.reachability import (
     ephemeral_ports,
     probe,
 )
-from zero2all.elastic.addresses import NodeAddress, resolve_endpoint
+from zero2all.elastic.addresses import NodeAddress
 from zero2all.elastic.rendezvous_client import RendezvousStore
 from zero2all.elastic.rendezvous_state import RankAssignment
-from zero2all.errors import Z2aError
-from zero2all.network import source_address
+from zero2all.network import source_address_towards
 from zero2all.records import parse_record
 
 MEETING_TIMEOUT = 8.0  # seconds for the other nodes to begin, and again to finish
@@ -150,8 +149,8 @@ class ReachCheck:
 
     def _unreachable(self, node: ReachableNode, target: Target, problem: str) -> Unreachable:
         try:
-            here = source_address(*resolve_endpoint(str(target)))
-        except (OSError, Z2aError):
+            here = source_address_towards(target.address, target.port)
+        except OSError:
             here = self.address.local
         return Unreachable(
             socket.gethostname(), here, node.name, target, problem, node.is_mapped, node.overlay_endpoint

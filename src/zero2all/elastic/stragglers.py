@@ -17,6 +17,7 @@ from typing import Any
 
 from zero2all.elastic.flight_recorder import read_collectives, read_groups
 from zero2all.elastic.worker import collectives_path
+from zero2all.processes import read_text
 
 CHECK_INTERVAL = 60.0  # seconds between two checks
 STRAGGLER_THRESHOLD = 0.1  # share of the time that the others wait for a rank
@@ -25,10 +26,7 @@ MIN_COLLECTIVES = 20  # with fewer it may be noise
 
 def read_arrival_times(directory: Path, local_rank: int) -> dict[Any, float]:
     """When a rank entered each of its recent collectives, in seconds."""
-    try:
-        dump = collectives_path(directory, local_rank).read_text(encoding="utf-8")
-    except OSError:
-        return {}
+    dump = read_text(collectives_path(directory, local_rank))
     groups = read_groups(dump)  # those of one mesh dimension may have one name
     return {
         (one.process_group[0], *groups.get(one.process_group[0], ()), one.profiling_name, one.number): (
