@@ -182,9 +182,7 @@ class SimulatedAgent(asyncio.Protocol):
             return False
         high, low = divmod(self.number, 250)
         own = OwnNode(f"10.{high // 250}.{high % 250}.{low + 1}", pid=1, procs=RANKS_PER_NODE)
-        self._entering = self._send_fields(
-            Enter.operation, {"job": JOB, "rules": self._fleet.rules, "node": asdict(own)}
-        )
+        self._entering = self._send_fields(Enter, {"job": JOB, "rules": self._fleet.rules, "node": asdict(own)})
         self._step = self._read_message
         asyncio.get_running_loop().call_later(random.uniform(0, HEARTBEAT_INTERVAL), self._beat)
         return True
@@ -195,13 +193,13 @@ class SimulatedAgent(asyncio.Protocol):
             asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
     def _send(self, request: Request) -> int:
-        return self._send_fields(request.operation, asdict(request))
+        return self._send_fields(type(request), asdict(request))
 
-    def _send_fields(self, operation: str, fields: dict[str, Any]) -> int:
+    def _send_fields(self, request: type[Request], fields: dict[str, Any]) -> int:
         assert self._session is not None
         self._requests += 1
         self._fleet.messages += 1
-        self._write(self._session.seal({"id": self._requests, "op": operation, **fields}))
+        self._write(self._session.seal({"id": self._requests, "op": request.__name__, **fields}))
         return self._requests
 
     def _read_message(self) -> bool:

@@ -339,7 +339,7 @@ def test_frames_that_are_changed_repeated_or_sent_back_are_refused() -> None:
 def test_invalid_requests_are_answered(server: RendezvousServer, capsys: pytest.CaptureFixture[str]) -> None:
     """From an authenticated client, such as a node of another version."""
     client = RendezvousClient(server.endpoint, SECRET, patience=PATIENCE)
-    fly, wait = (type("Unknown", (Request,), {"operation": name}) for name in ("fly", "wait"))
+    fly, wait = (type(name, (Request,), {}) for name in ("Fly", "JoinNextRound"))
     own: Any = {"address": "10.0.0.1", "pid": 1, "procs": 1}
     wrong: Any = [{"counts": []}, 5]
     for request in (fly(), wait(), Enter("a", wrong[0], own), Enter("a", wrong[1], own), SetValues(wrong)):

@@ -25,7 +25,6 @@ Addresses = list[tuple[str, int]]
 class EnterIslands(Request):
     """The first request of a connection: it is that of an island from now on."""
 
-    operation = "island"
     training: str
     """The same for all islands of a training."""
     island: int
@@ -41,7 +40,6 @@ class EnterIslands(Request):
 class StartIsland(Request):
     """An island has loaded its state, or has missed an exchange. The answer is a ``StartAnswer``, once it may train."""
 
-    operation = "island start"
     exchange: int
     """The last one that its state has; -1 if none."""
     digest: str
@@ -52,7 +50,6 @@ class StartIsland(Request):
 class ReadyToExchange(Request):
     """An island offers its part of an exchange. The answer is a ``QuorumAnswer``, once all islands present have."""
 
-    operation = "island ready"
     exchange: int
     last: int
     """The one before, as this island knows it."""
@@ -62,7 +59,6 @@ class ReadyToExchange(Request):
 class ReportExchange(Request):
     """An island has received the parts of all others, or not. The answer is an ``OutcomeAnswer``, once all have."""
 
-    operation = "island report"
     exchange: int
     attempt: int
     failed: list[int]
@@ -72,8 +68,6 @@ class ReportExchange(Request):
 @dataclass(frozen=True)
 class LeaveIslands(Request):
     """This island has trained all steps."""
-
-    operation = "island done"
 
 
 @dataclass(frozen=True)

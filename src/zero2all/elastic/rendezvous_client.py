@@ -105,7 +105,7 @@ class RendezvousClient:
             self._number += 1
             self._pending[self._number] = pending
             try:
-                self._connection.send({"id": self._number, "op": request.operation, **asdict(request)})
+                self._connection.send({"id": self._number, "op": type(request).__name__, **asdict(request)})
             except OSError as error:
                 self._mark_lost(str(error))
                 raise RendezvousConnectionError(str(error)) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
 from zero2all.elastic.pair_test import TurnReport
@@ -16,8 +16,7 @@ HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
 
 @dataclass(frozen=True)
 class Request:
-    operation: ClassVar[str]
-    """Sent as ``op``, beside the fields."""
+    """What a client asks. The name of its class is sent as ``op``, beside the fields."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class OwnNode:
 class Enter(Request):
     """A node registers; from now on it receives the status."""
 
-    operation = "enter"
     job: str
     rules: RendezvousSettings
     node: OwnNode
@@ -45,7 +43,6 @@ class Enter(Request):
 class Attach(Request):
     """A rank of the job wants to use its key-value store."""
 
-    operation = "attach"
     job: str
 
 
@@ -53,24 +50,22 @@ class Attach(Request):
 class JoinNextRound(Request):
     """The answer is a ``RankAssignment``, once the round forms."""
 
-    operation = "wait"
     port: int
     failed: bool
 
 
 @dataclass(frozen=True)
 class Ping(Request):
-    operation = "beat"
+    """The heartbeat of a node."""
 
 
 @dataclass(frozen=True)
 class Leave(Request):
-    operation = "leave"
+    """The ranks of a node have saved and ended."""
 
 
 @dataclass(frozen=True)
 class Close(Request):
-    operation = "close"
     outcome: Outcome
 
 
@@ -78,7 +73,6 @@ class Close(Request):
 class ReportFailure(Request):
     """The answer is a ``FailureAnswer``."""
 
-    operation = "fail"
     facts: FailureFacts
 
 
@@ -86,7 +80,6 @@ class ReportFailure(Request):
 class ReportTestTurn(Request):
     """The answer is a ``NextTurn``, once all nodes have reported theirs."""
 
-    operation = "test"
     report: TurnReport
 
 
@@ -94,20 +87,16 @@ class ReportTestTurn(Request):
 class ReadClock(Request):
     """The answer is the time at the rendezvous, in seconds since 1970."""
 
-    operation = "clock"
-
 
 @dataclass(frozen=True)
 class ReportArrivals(Request):
     """The answer is a warning about a slow node, or None."""
 
-    operation = "arrivals"
     report: ArrivalReport
 
 
 @dataclass(frozen=True)
 class SetValues(Request):
-    operation = "set"
     values: dict[str, str]
     """In base64."""
 
@@ -116,27 +105,23 @@ class SetValues(Request):
 class GetValues(Request):
     """Waits until all keys are set."""
 
-    operation = "get"
     keys: list[str]
     seconds: float
 
 
 @dataclass(frozen=True)
 class AddToValue(Request):
-    operation = "add"
     key: str
     amount: int
 
 
 @dataclass(frozen=True)
 class CheckKeys(Request):
-    operation = "check"
     keys: list[str]
 
 
 @dataclass(frozen=True)
 class DeleteKey(Request):
-    operation = "delete"
     key: str
 
 

@@ -10,7 +10,7 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -206,14 +206,15 @@ class RendezvousServer(Server):
             if head.op not in _REQUESTS:
                 raise RequestError("usage", f"unknown request {head.op!r}: is this node of another version?")
             request = parse_record(_REQUESTS[head.op], message, head.op)
-            if (handler := _HANDLERS.get(type(request))) is not None:
-                peer.send(ServerMessage(head.id, handler(self, peer, request)))
-                return
-            self.keep(asyncio.create_task(self._answer_later(peer, head.id, request)))
+            answer = _HANDLERS[type(request)](self, peer, request)
+            if isinstance(answer, Coroutine):
+                self.keep(asyncio.create_task(self._answer_later(peer, head.id, answer)))
+            else:
+                peer.send(ServerMessage(head.id, answer))
 
-    async def _answer_later(self, peer: Peer, id: int | None, request: Request) -> None:
+    async def _answer_later(self, peer: Peer, id: int | None, answer: Coroutine[Any, Any, object]) -> None:
         with _errors_answered(peer, lambda: id):
-            peer.send(ServerMessage(id, await _WAITING_HANDLERS[type(request)](self, peer, request)))
+            peer.send(ServerMessage(id, await answer))
 
     def _disconnect(self, peer: Peer, gracefully: bool) -> None:
         if peer.job is not None and peer.node is not None:
@@ -405,8 +406,6 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] 
     DeleteKey: RendezvousServer._delete,
     EnterIslands: RendezvousServer._enter_islands,
     LeaveIslands: RendezvousServer._leave_islands,
-}
-_WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
     JoinNextRound: RendezvousServer._join_next_round,
     GetValues: RendezvousServer._get,
     ReportTestTurn: RendezvousServer._report_test_turn,
@@ -414,7 +413,7 @@ _WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], A
     ReadyToExchange: RendezvousServer._answer_island,
     ReportExchange: RendezvousServer._answer_island,
 }
-_REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
+_REQUESTS = {request.__name__: request for request in _HANDLERS}
 
 
 def _encode(message: ServerMessage) -> bytes:
