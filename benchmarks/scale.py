@@ -26,8 +26,7 @@ from tests.chaos.scale_model import simulate
 
 from zero2all.checkpoint.lineage import Branch
 from zero2all.checkpoint.rank_tree import RankTree
-from zero2all.checkpoint.restore import DurableReport, decide_restore
-from zero2all.checkpoint.restore_parts import RankReport, SlotReport
+from zero2all.checkpoint.restore import DurableReport, RankReport, SlotReport, decide_restore
 from zero2all.io import write_manifest
 from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.tokens.sample_order import SampleOrder

@@ -135,6 +135,14 @@ def _kill_when_ready(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def read_text(path: Path) -> str:
+    """A file of the kernel or of another process, which may be gone; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def process_start_time() -> float:
     """Start time of this process in seconds since the epoch; now, if the system does not report it."""
     try:

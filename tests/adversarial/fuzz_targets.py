@@ -23,10 +23,21 @@ from zero2all.checkpoint import CheckpointStore, RankGroup
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
 from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.connection import (
+    GREETING_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    REFUSED,
+    WELCOME,
+    ClientHandshake,
+    SignedSession,
+    TamperedError,
+    frame_length,
+)
 from zero2all.corpus.readers import RawFile, UnreadableFileError, read_record_chunks
 from zero2all.errors import Z2aError
 from zero2all.model import HFWeights
-from zero2all.network import SignedSession, TamperedError, frame_length
 from zero2all.recipe import builtin_recipe_path, parse_recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
@@ -224,6 +235,17 @@ def frames() -> Sequence[bytes]:
     return [session.seal({"join": {"job": "a", "node": n}}) for n in range(3)] + [pickle.dumps([1, 2, 3])]
 
 
+def greet(data: bytes) -> None:
+    handshake = ClientHandshake("rendezvous", b"secret", "name")
+    with suppress(TamperedError):
+        handshake.hello(data[:GREETING_BYTES])
+        handshake.session(data[GREETING_BYTES:])
+
+
+def greetings() -> Sequence[bytes]:
+    return [MAGIC + bytes(NONCE_BYTES) + answer + bytes(MAC_BYTES) for answer in (WELCOME, REFUSED)]
+
+
 FORMATS = dict(document_files.every_format().values())
 TARGETS: tuple[Target, ...] = (
     *(reader(name, data) for name, data in FORMATS.items()),
@@ -238,6 +260,7 @@ TARGETS: tuple[Target, ...] = (
     Target("state in memory", lambda: [b'{"step": 1, "lineage": [], "hash": "0", "state": {}}'], read_slot),
     Target("routes of the page", lambda: [route.encode() for route in ROUTES], ask),
     Target("frames", frames, open_frame),
+    Target("greetings", greetings, greet),
     Target("ssh address", lambda: [b"ssh://me@host:22/a/b", b"ssh://[::1]/x%20y"],
            lambda data: refuses(lambda: parse_address(data.decode("utf-8", "replace")))),
 )  # fmt: skip

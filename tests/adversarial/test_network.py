@@ -24,12 +24,11 @@ import pytest
 
 from tests.adversarial.payload import Payload
 from tests.track.browser import browser, watching
+from zero2all.connection import HELLO_BYTES, MAGIC, NAME_BYTES, NONCE_BYTES
 from zero2all.elastic.job_secret import new_secret
-from zero2all.elastic.rendezvous_protocol import MAGIC
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
-from zero2all.network import NONCE_BYTES
 from zero2all.torch_private import TCPStore
 from zero2all.track.http_server import LoopbackHosts
 from zero2all.track.ssh import parse_address
@@ -47,7 +46,8 @@ def noise() -> list[bytes]:
     http = [f"{method} / HTTP/1.1\r\nHost: a\r\n\r\n".encode() for method in ("GET", "POST", "CONNECT", "OPTIONS")]
     tls = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + BYTES(500), b"\x80\x2e\x01\x00\x02" + BYTES(40)]
     begun = [MAGIC[:size] for size in (1, 4, len(MAGIC))]
-    hello = [bytes(NONCE_BYTES) + bytes([length]) + BYTES(length) + BYTES(32) for length in (0, 1, 16, 255)]
+    hello = [bytes(NONCE_BYTES) + name + BYTES(32) for name in (bytes(NAME_BYTES), BYTES(NAME_BYTES))]
+    hello += [BYTES(HELLO_BYTES - 1), BYTES(HELLO_BYTES + 1)]
     after = [MAGIC + part for part in (b"", BYTES(NONCE_BYTES), BYTES(NONCE_BYTES * 3), b"\0" * 4096)]
     texts = [b"", b"\n", b"\0", b"\xff" * 4096, b"{}", b"[" * 5000, b"null", b"QUIT\r\n", b"SSH-2.0-x\r\n"]
     pickles = [pickle.dumps(list(range(50)), protocol) for protocol in range(6)]
@@ -81,13 +81,13 @@ def rendezvous() -> Iterator[RendezvousServer]:
 @pytest.mark.parametrize("number", range(len(NOISE)))
 def test_noise_gets_no_answer_and_leaves_no_trace(number: int, rendezvous: RendezvousServer) -> None:
     received = b""
-    with socket.create_connection(("127.0.0.1", rendezvous.port), timeout=20) as stranger, suppress(OSError):
+    with socket.create_connection(("127.0.0.1", rendezvous.address.port), timeout=20) as stranger, suppress(OSError):
         stranger.sendall(NOISE[number])
         stranger.shutdown(socket.SHUT_WR)
         while (more := stranger.recv(4096)) and len(received) < 1 << 16:
             received += more
     assert len(received) <= len(MAGIC) + NONCE_BYTES + 64, "nothing but a challenge"
-    with socket.create_connection(("127.0.0.1", rendezvous.port), timeout=20) as other:
+    with socket.create_connection(("127.0.0.1", rendezvous.address.port), timeout=20) as other:
         assert other.recv(4).startswith(MAGIC[:1]), "it still answers"
 
 
@@ -102,14 +102,27 @@ def test_the_exploit_of_the_rendezvous_runs_no_code(way: str, tmp_path: Path) ->
     mark.rmdir()
     with serving(secret) as server:
         if way == "a pickle as a hello":
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as stranger, suppress(OSError):
+            with (
+                socket.create_connection(("127.0.0.1", server.address.port), timeout=20) as stranger,
+                suppress(OSError),
+            ):
                 stranger.sendall(attack)
         else:
             with suppress(RuntimeError):  # it speaks another protocol
-                store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=2))
+                store = TCPStore("127.0.0.1", server.address.port, is_master=False, timeout=timedelta(seconds=2))
                 store.set("torch.rendezvous.job", attack)
         environment = {**os.environ, JOB_SECRET_VARIABLE: secret}
-        words = ["launch", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{server.port}", "--", "python", "-c", "1"]
+        words = [
+            "launch",
+            "--nnodes",
+            "1:2",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{server.address.port}",
+            "--",
+            "python",
+            "-c",
+            "1",
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "zero2all.cli", *words], env=environment, capture_output=True, text=True, timeout=200
         )

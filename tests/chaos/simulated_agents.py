@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,20 +14,28 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, ServerMessage
-from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL, MAGIC, RETRY_INTERVAL
+from zero2all.connection import (
+    GREETING_BYTES,
+    LENGTH_BYTES,
+    WELCOME_BYTES,
+    ClientHandshake,
+    SignedSession,
+    TamperedError,
+    frame_length,
+)
+from zero2all.elastic.rendezvous_client import RETRY_INTERVAL
+from zero2all.elastic.rendezvous_messages import (
+    HEARTBEAT_INTERVAL,
+    SERVICE,
+    Enter,
+    JoinNextRound,
+    OwnNode,
+    Ping,
+    Request,
+    ServerMessage,
+)
 from zero2all.elastic.rendezvous_state import RankAssignment, RendezvousSettings
 from zero2all.errors import Z2aError
-from zero2all.network import (
-    LENGTH_BYTES,
-    MAC_BYTES,
-    NONCE_BYTES,
-    WELCOME,
-    SignedSession,
-    client_proof,
-    frame_length,
-    verify,
-)
 from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.records import parse_record
 
@@ -119,7 +126,7 @@ class SimulatedAgent(asyncio.Protocol):
         self._session: SignedSession | None = None
         self._step: Callable[[], bool] = self._read_greeting
         self._requests = self._entering = self._joining = 0
-        self._nonces = b"", b""
+        self._handshake = ClientHandshake(SERVICE, fleet.secret, f"node-{number}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -159,25 +166,23 @@ class SimulatedAgent(asyncio.Protocol):
         return taken
 
     def _read_greeting(self) -> bool:
-        if (greeting := self._take(len(MAGIC) + NONCE_BYTES)) is None:
+        if (greeting := self._take(GREETING_BYTES)) is None:
             return False
-        theirs, mine, name = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES), f"node-{self.number}".encode()
-        self._nonces = theirs, mine
-        self._write(mine + bytes([len(name)]) + name + client_proof(self._fleet.secret, theirs, mine, name))
+        self._write(self._handshake.hello(greeting))
         self._step = self._read_welcome
         return True
 
     def _read_welcome(self) -> bool:
-        if (welcome := self._take(1 + MAC_BYTES)) is None:
+        if (welcome := self._take(WELCOME_BYTES)) is None:
             return False
-        if welcome[:1] != WELCOME or not verify(self._fleet.secret, welcome[1:], b"server", *self._nonces):
-            self._fleet.fail("the rendezvous does not know the secret")
-        self._session = SignedSession(self._fleet.secret, *self._nonces, is_server=False)
+        try:
+            self._session = self._handshake.session(welcome)
+        except TamperedError as error:
+            self._fleet.fail(f"the rendezvous {error}")
+            return False
         high, low = divmod(self.number, 250)
         own = OwnNode(f"10.{high // 250}.{high % 250}.{low + 1}", pid=1, procs=RANKS_PER_NODE)
-        self._entering = self._send_fields(
-            Enter.operation, {"job": JOB, "rules": self._fleet.rules, "node": asdict(own)}
-        )
+        self._entering = self._send_fields(Enter, {"job": JOB, "rules": self._fleet.rules, "node": asdict(own)})
         self._step = self._read_message
         asyncio.get_running_loop().call_later(random.uniform(0, HEARTBEAT_INTERVAL), self._beat)
         return True
@@ -188,13 +193,13 @@ class SimulatedAgent(asyncio.Protocol):
             asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
     def _send(self, request: Request) -> int:
-        return self._send_fields(request.operation, asdict(request))
+        return self._send_fields(type(request), asdict(request))
 
-    def _send_fields(self, operation: str, fields: dict[str, Any]) -> int:
+    def _send_fields(self, request: type[Request], fields: dict[str, Any]) -> int:
         assert self._session is not None
         self._requests += 1
         self._fleet.messages += 1
-        self._write(self._session.seal({"id": self._requests, "op": operation, **fields}))
+        self._write(self._session.seal({"id": self._requests, "op": request.__name__, **fields}))
         return self._requests
 
     def _read_message(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos import scale_model
 from tests.chaos.scale_model import ScaleReport, render_report, simulate
-from zero2all.elastic.rendezvous_protocol import HEARTBEAT_INTERVAL
+from zero2all.elastic.rendezvous_messages import HEARTBEAT_INTERVAL
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.errors import UsageError
 

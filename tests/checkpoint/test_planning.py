@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.ranks import on_ranks
 from zero2all.checkpoint import CheckpointStore, RankGroup
-from zero2all.checkpoint import dcp_metadata as metadata_module
+from zero2all.checkpoint import dcp_writer as metadata_module
 from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
 from zero2all.checkpoint.dcp_reader import read_index
+from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers
 from zero2all.checkpoint.integrity import DamagedError
 from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
-from zero2all.checkpoint.save_plan import KEY_DTYPE, assign_writers
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.errors import Z2aError
 from zero2all.torch_private import storage_info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.checkpoint.replica_placement import plan_replicas
+from zero2all.checkpoint.replicas import plan_replicas
 
 EVEN = [[node for node in range(nodes) for _ in range(each)] for nodes in (2, 3, 5, 128) for each in (1, 2, 8)]
 UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1, 1], [2, 0, 0, 1], [0, 1, 0, 1, 2], [*range(7), 0, 0, 3, 3, 3]]

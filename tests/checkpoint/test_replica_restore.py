@@ -16,8 +16,7 @@ from zero2all.checkpoint import CheckpointManager, RankGroup, ReplicaOptions, re
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.inspection import list_checkpoints
 from zero2all.checkpoint.lineage import Branch, Lineage
-from zero2all.checkpoint.restore import decide_restore
-from zero2all.checkpoint.restore_parts import RankReport, SlotReport
+from zero2all.checkpoint.restore import RankReport, SlotReport, decide_restore
 from zero2all.environment import JOB_SECRET_VARIABLE
 
 STEPS = (10, 20)

@@ -15,15 +15,33 @@ import pytest
 import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
-from zero2all.checkpoint import peer_connection, replica_server
+from zero2all import connection
+from zero2all.checkpoint import replica_server
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.lineage import Branch, Lineage
-from zero2all.checkpoint.peer_connection import MAGIC, Address, PeerConnection, RateLimit, connect
-from zero2all.checkpoint.replica_sender import ReplicaSender
-from zero2all.checkpoint.replica_server import ReplicaServer, Reply, Request, fetch_state
-from zero2all.checkpoint.replica_slots import RejectedStateError, ReplicaSlots
-from zero2all.network import NONCE_BYTES, REFUSED, SignedSession, TamperedError, receive_exactly
+from zero2all.checkpoint.peers import connect_peer
+from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
+from zero2all.checkpoint.replica_server import (
+    RejectedStateError,
+    ReplicaServer,
+    ReplicaSlots,
+    Reply,
+    Request,
+    fetch_state,
+)
+from zero2all.connection import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    REFUSED,
+    Address,
+    Connection,
+    SignedSession,
+    TamperedError,
+    receive_exactly,
+)
 
 SECRET = b"correct horse battery staple"
 LINE: Lineage = (Branch("a", 0),)
@@ -103,13 +121,13 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted() -> None:
             found, _ = impostor.accept()
             with found:
                 found.sendall(MAGIC + bytes(NONCE_BYTES))
-                receive_exactly(found, 64)
+                receive_exactly(found, HELLO_BYTES)
                 found.sendall(b"\1" + bytes(32))
 
         thread = threading.Thread(target=welcome)
         thread.start()
         with pytest.raises(TamperedError, match="does not know the job secret"):
-            connect(Address("127.0.0.1", impostor.getsockname()[1]), SECRET)
+            connect_peer(Address("127.0.0.1", impostor.getsockname()[1]), SECRET)
         thread.join()
 
 
@@ -121,7 +139,7 @@ def store(slot: Slot, **changes: Any) -> Request:
 
 
 def refused(server: ReplicaServer, request: Request) -> str:
-    with connect(server.address, SECRET) as peer:
+    with connect_peer(server.address, SECRET) as peer:
         peer.send(request)
         reply = peer.receive(Reply)
         assert reply.problem is not None
@@ -136,17 +154,15 @@ def test_a_rank_takes_only_what_was_agreed_on(server: ReplicaServer, slots: Slot
     assert "do not fit" in refused(server, store(slot, data_bytes=1 << 60))
     assert "do not fit" in refused(server, store(slot, layout_bytes=1 << 60))
     assert "do not fit" in refused(server, store(slot, header=None))
-    with connect(server.address, SECRET) as peer:  # a path where a number belongs
-        peer._socket.sendall(peer._session.seal({**asdict(store(slot)), "rank": "../../etc"}))
+    with connect_peer(server.address, SECRET) as peer:  # a path where a number belongs
+        peer.socket.sendall(peer.session.seal({**asdict(store(slot)), "rank": "../../etc"}))
         with pytest.raises(OSError, match="closed"):
             peer.receive(Reply)
     assert steps_held(tmp_path / "there") == []
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"replica-0-of-2"}
 
 
-def send_parts(
-    peer: PeerConnection, slot: Slot, header: SlotHeader | None, layout: bytes, data: memoryview
-) -> str | None:
+def send_parts(peer: Connection, slot: Slot, header: SlotHeader | None, layout: bytes, data: memoryview) -> str | None:
     peer.send(store(slot, layout_bytes=len(layout), header=header))
     assert peer.receive(Reply).problem is None
     peer.send_bytes(memoryview(layout))
@@ -163,13 +179,13 @@ def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
     layout = slot.path.with_name("layout.json").read_bytes()
     flipped = slot.data.clone()
     flipped[12345] ^= 1
-    with connect(server.address, SECRET) as peer:
+    with connect_peer(server.address, SECRET) as peer:
         assert "checksum" in str(send_parts(peer, slot, slot.header, layout, flipped.numpy().data))
     assert steps_held(tmp_path / "there") == []
     [spec] = json.loads(layout)
     for change in ({"dtype": "load"}, {"at": -64}, {"bytes": 1 << 40}, {"sizes": [1 << 62]}, {"offsets": [0, 0]}):
         bad = json.dumps([{**spec, **change}]).encode()
-        with connect(server.address, SECRET) as peer, pytest.raises((OSError, AssertionError)):
+        with connect_peer(server.address, SECRET) as peer, pytest.raises((OSError, AssertionError)):
             assert send_parts(peer, slot, slot.header, bad, slot.data.numpy().data) is None
     assert steps_held(tmp_path / "there") == []
 
@@ -187,10 +203,10 @@ def test_a_rank_that_reconnects_is_served_before_its_lost_connection_is_seen(
 
     monkeypatch.setattr(replica_server, "receive_state", receive_slowly)
     slot = committed(slots, 10)
-    with connect(server.address, SECRET) as peer:
+    with connect_peer(server.address, SECRET) as peer:
         peer.send(store(slot))
         assert peer.receive(Reply).problem is None
-    with connect(server.address, SECRET) as peer:
+    with connect_peer(server.address, SECRET) as peer:
         peer.send(store(slot))
         threading.Timer(0.2, reconnected.set).start()
         assert peer.receive(Reply).problem is None
@@ -200,31 +216,31 @@ def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
     slot = committed(slots, 10)
-    with connect(server.address, SECRET) as peer:  # cut short
+    with connect_peer(server.address, SECRET) as peer:  # cut short
         peer.send(store(slot))
         assert peer.receive(Reply).problem is None
-    with connect(server.address, SECRET) as peer:  # forged
-        frame = bytearray(peer._session.seal(asdict(store(slot))))
+    with connect_peer(server.address, SECRET) as peer:  # forged
+        frame = bytearray(peer.session.seal(asdict(store(slot))))
         frame[-1] ^= 1
-        peer._socket.sendall(frame)
+        peer.socket.sendall(frame)
         with pytest.raises(OSError, match="closed"):
             peer.receive(Reply)
-    with connect(server.address, SECRET) as peer:  # a block of the layout, twice
+    with connect_peer(server.address, SECRET) as peer:  # a block of the layout, twice
         assert slot.path is not None
         layout = slot.path.with_name("layout.json").read_bytes()
         peer.send(store(slot, layout_bytes=len(layout)))
         assert peer.receive(Reply).problem is None
-        frame_bytes = peer._session.frame_head(layout) + layout
-        peer._socket.sendall(frame_bytes + frame_bytes)
+        frame_bytes = peer.session.frame_head(layout) + layout
+        peer.socket.sendall(frame_bytes + frame_bytes)
         with pytest.raises(OSError, match=r"closed|reset"):
             peer.receive(Reply)
-    with connect(server.address, SECRET) as peer:  # larger than any frame
-        peer._socket.sendall((1 << 31).to_bytes(4, "big"))
+    with connect_peer(server.address, SECRET) as peer:  # larger than any frame
+        peer.socket.sendall((1 << 31).to_bytes(4, "big"))
         with pytest.raises(OSError, match="closed"):
             peer.receive(Reply)
     with socket.create_connection(server.address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(64))
-        assert receive_exactly(stranger, len(MAGIC) + NONCE_BYTES + 1)[-1:] == REFUSED
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(HELLO_BYTES))
+        assert receive_exactly(stranger, GREETING_BYTES + 1)[-1:] == REFUSED
     assert steps_held(tmp_path / "there") == []
     out, sent = sender(server.address)
     out.offer(committed(slots, 20))
@@ -250,7 +266,7 @@ def test_a_dead_peer_costs_a_warning_and_is_tried_again(
 def test_a_state_that_training_overwrites_is_given_up(
     server: ReplicaServer, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_connection, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(connection, "BLOCK_BYTES", 1 << 14)
     out, sent = sender(server.address, rate=1 << 16)  # 32 s for a state
     first = committed(slots, 10)
     out.offer(first)
@@ -328,7 +344,7 @@ def test_blocks_that_are_changed_or_replayed_are_refused(attack: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         session = SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=False)
-        receiver = PeerConnection(theirs, SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=True))
+        receiver = Connection(theirs, SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=True))
         block, got = b"weights!", bytearray(8)
         frame = session.frame_head(block) + block
         ours.sendall(frame)

@@ -21,11 +21,12 @@ from zero2all.checkpoint.lineage import (
 )
 from zero2all.checkpoint.restore import (
     DurableReport,
+    RankReport,
     RestoreChoice,
     RestoreDecision,
+    SlotReport,
     decide_restore,
 )
-from zero2all.checkpoint.restore_parts import RankReport, SlotReport
 from zero2all.records import parse_record
 
 NODES = "ABC"  # few, so that each meets its own past again

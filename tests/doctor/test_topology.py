@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.sysfs import FakeSysfs
-from zero2all.doctor.topology import SmiTopology, Topology, parse_topo_matrix, read_topology
-from zero2all.doctor.topology_check import Placement, check_topology, topology_findings
+from zero2all.doctor.topology import (
+    Placement,
+    SmiTopology,
+    Topology,
+    check_topology,
+    parse_topo_matrix,
+    read_topology,
+    topology_findings,
+)
 
 A800 = """
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

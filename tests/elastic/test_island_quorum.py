@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.elastic.island_messages import (
+from zero2all.elastic.island_quorum import (
+    EXCHANGE_PATIENCE,
+    MAX_BLAME,
+    SILENT_AFTER,
     EnterIslands,
+    Island,
+    IslandQuorum,
+    IslandTakenError,
     OutcomeAnswer,
     QuorumAnswer,
     ReadyToExchange,
     ReportExchange,
     StartAnswer,
     StartIsland,
-)
-from zero2all.elastic.island_quorum import (
-    EXCHANGE_PATIENCE,
-    MAX_BLAME,
-    SILENT_AFTER,
-    Island,
-    IslandQuorum,
-    IslandTakenError,
 )
 from zero2all.errors import UsageError
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from zero2all.elastic.agent import CLASSIFIED_LINES
-from zero2all.elastic.exit_reason import classify_exit
-from zero2all.elastic.nccl_messages import explain_abort
-from zero2all.elastic.worker_logs import last_lines
+from zero2all.elastic.exit_reason import classify_exit, explain_abort
+from zero2all.elastic.failure_report import last_lines
 
 CPP = "ProcessGroupNCCL.cpp"
 TIMEOUT = "Watchdog caught collective operation timeout: "

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from zero2all.elastic import notify
-from zero2all.elastic.job_events import JobEvent
-from zero2all.elastic.node_policy import NodePolicy
-from zero2all.elastic.notify import Notifier, masked, parse_hook
+from zero2all.elastic.node_exclusion import NodePolicy
+from zero2all.elastic.notify import JobEvent, Notifier, masked, parse_hook
 from zero2all.environment import JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
 from zero2all.errors import UsageError
 

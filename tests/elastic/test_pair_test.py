@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from tests.elastic.test_node_exclusion import CRASH, CUT_OFF, excluded, names
 from tests.elastic.test_rendezvous_state import Cluster
 from zero2all.doctor.pairs import DeviceCheck
-from zero2all.elastic import pair_test_process
+from zero2all.elastic import pair_test
 from zero2all.elastic.node_exclusion import FailureFacts
-from zero2all.elastic.pair_test import DEVICE_TIMEOUT, DEVICE_TURN, REPORT_MARGIN, NextTurn, PairTest, TurnReport
-from zero2all.elastic.pair_test_process import run_pair_test
+from zero2all.elastic.pair_test import (
+    DEVICE_TIMEOUT,
+    DEVICE_TURN,
+    REPORT_MARGIN,
+    NextTurn,
+    PairTest,
+    TurnReport,
+    run_pair_test,
+)
 
 GOOD = DeviceCheck("card", 0.01, "abc", steady=True)
 HANG = FailureFacts(step=7, kind="hang")
@@ -176,7 +183,7 @@ def test_a_test_process_that_crashes_hangs_or_lies_is_a_failed_turn(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     popen = subprocess.Popen
-    monkeypatch.setattr(pair_test_process, "DEVICE_TIMEOUT", 0.5)
+    monkeypatch.setattr(pair_test, "DEVICE_TIMEOUT", 0.5)
     monkeypatch.setattr(
         subprocess,
         "Popen",
@@ -194,5 +201,5 @@ def test_a_test_process_that_crashes_hangs_or_lies_is_a_failed_turn(
 
 def test_the_rendezvous_server_does_not_import_torch() -> None:
     """It runs on login nodes, and decides there which nodes are bad."""
-    code = "import sys, zero2all.elastic.serve_rendezvous; sys.exit('torch' in sys.modules)"
+    code = "import sys, zero2all.elastic.rendezvous_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from zero2all.doctor.reachability import ProbeListener, Target, greeting, probe
+from zero2all.doctor.reachability import ProbeListener, Target, probe
 from zero2all.elastic.addresses import HostPort, NodeAddress, find_node_address
 from zero2all.elastic.reach_check import peers_to_try
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig, UnreachableError
@@ -56,14 +56,14 @@ def test_inside_and_outside_of_a_port_map() -> None:
 
 
 def test_a_probe_tells_the_right_listener_from_others() -> None:
-    expected = greeting(SECRET, "right")
-    with ProbeListener("127.0.0.1", 0, expected) as listener:
-        target = Target("127.0.0.1", listener.port, "data")
-        assert probe(target, expected).problem is None
-        assert (probe(target, expected, send_for=0.05).bytes_per_second or 0) > 1e6
-        assert "another machine has the same address" in (probe(target, greeting(SECRET, "wrong")).problem or "")
-    assert "nothing listens there" in (probe(target, expected).problem or "")
-    assert "does not resolve" in (probe(Target("no-such-host.invalid", 9, "data"), expected).problem or "")
+    with ProbeListener("127.0.0.1", 0, "right", SECRET) as listener:
+        target = Target("127.0.0.1", listener.address.port, "data")
+        assert probe(target, "right", SECRET).problem is None
+        assert (probe(target, "right", SECRET, send_for=0.05).bytes_per_second or 0) > 1e6
+        for name, secret in (("wrong", SECRET), ("right", "a secret of another job")):
+            assert "another machine has the same address" in (probe(target, name, secret).problem or "")
+    assert "nothing listens there" in (probe(target, "right", SECRET).problem or "")
+    assert "does not resolve" in (probe(Target("no-such-host.invalid", 9, "data"), "right", SECRET).problem or "")
 
 
 def test_a_large_job_tries_a_few_nodes_each_and_together_all_of_them() -> None:

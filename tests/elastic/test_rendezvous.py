@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from zero2all.connection import MAGIC, NAME_BYTES, NONCE_BYTES, SignedSession, TamperedError
 from zero2all.elastic import rendezvous_client as client_module
-from zero2all.elastic import serve_rendezvous as serve_module
-from zero2all.elastic.job_events import JobEvent
+from zero2all.elastic import rendezvous_server as serve_module
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import FailureFacts
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import (
     JobEndedError,
@@ -32,12 +33,10 @@ from zero2all.elastic.rendezvous_client import (
     WrongSecretError,
 )
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, SetValues
-from zero2all.elastic.rendezvous_protocol import MAGIC
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
-from zero2all.network import NONCE_BYTES, SignedSession, TamperedError
 from zero2all.parallel.tcp_store import tcp_store_from_env
 from zero2all.torch_private import TCPStore
 
@@ -225,7 +224,7 @@ def test_a_rendezvous_that_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None
             until(lambda: node.num_nodes_waiting())
         with pytest.raises(RendezvousConnectionError):
             node.next_rendezvous()
-        cluster.server = RendezvousServer("127.0.0.1", server.port, SECRET)
+        cluster.server = RendezvousServer("127.0.0.1", server.address.port, SECRET)
         cluster.server.start()
         stack.callback(cluster.server.stop)
         assert cluster.meet(cluster.node(1)) == [0]
@@ -272,20 +271,22 @@ def test_unauthenticated_clients_run_no_code_and_do_not_disturb(
     hellos = [
         b"",
         bomb,
-        bytes(NONCE_BYTES) + bytes([len(name)]) + name + bytes(32) + bomb,
+        bytes(NONCE_BYTES) + name.ljust(NAME_BYTES, b"\0") + bytes(32) + bomb,
         b"GET / HTTP/1.0\r\n\r\n" * 10,
         os.urandom(5000),
         b"\xff" * 5000,
     ]
     for hello in hellos:
-        with socket.create_connection(("127.0.0.1", cluster.server.port)) as stranger, suppress(OSError):
+        with socket.create_connection(("127.0.0.1", cluster.server.address.port)) as stranger, suppress(OSError):
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(PATIENCE)
             while stranger.recv(1 << 16):
                 pass
     with pytest.raises(RuntimeError):  # a client of torch's own store
-        TCPStore("127.0.0.1", cluster.server.port, is_master=False, timeout=timedelta(seconds=2)).set("key", "value")
+        TCPStore("127.0.0.1", cluster.server.address.port, is_master=False, timeout=timedelta(seconds=2)).set(
+            "key", "value"
+        )
     assert cluster.meet(one, other) == [0, 1]
     assert not mark.exists()
     said = capsys.readouterr().err
@@ -299,7 +300,7 @@ def test_an_impostor_of_the_rendezvous_is_not_trusted(tmp_path: Path) -> None:
     for answer in (
         bomb * 10,
         MAGIC + bytes(NONCE_BYTES) + b"\1" + bytes(32) + bomb,
-        MAGIC + bytes(NONCE_BYTES) + b"\0",
+        MAGIC + bytes(NONCE_BYTES) + bytes(33),
     ):
         with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -338,7 +339,7 @@ def test_frames_that_are_changed_repeated_or_sent_back_are_refused() -> None:
 def test_invalid_requests_are_answered(server: RendezvousServer, capsys: pytest.CaptureFixture[str]) -> None:
     """From an authenticated client, such as a node of another version."""
     client = RendezvousClient(server.endpoint, SECRET, patience=PATIENCE)
-    fly, wait = (type("Unknown", (Request,), {"operation": name}) for name in ("fly", "wait"))
+    fly, wait = (type(name, (Request,), {}) for name in ("Fly", "JoinNextRound"))
     own: Any = {"address": "10.0.0.1", "pid": 1, "procs": 1}
     wrong: Any = [{"counts": []}, 5]
     for request in (fly(), wait(), Enter("a", wrong[0], own), Enter("a", wrong[1], own), SetValues(wrong)):

@@ -15,8 +15,8 @@ from zero2all.elastic import activity, heartbeat
 from zero2all.elastic.activity import ActivityWatch
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase, beat, create_heartbeat
 from zero2all.elastic.restart_policy import MAX_FAILURES_PER_STEP, RestartPolicy
+from zero2all.elastic.script import SCRIPT_MODULE, worker_command
 from zero2all.elastic.worker import collectives_path
-from zero2all.elastic.worker_command import SCRIPT_MODULE, worker_command
 
 DDP = """
 import os, sys, time

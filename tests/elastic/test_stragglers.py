@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from tests.elastic.test_rendezvous_state import Cluster
-from zero2all.elastic.node_policy import StragglerPolicy
-from zero2all.elastic.node_stragglers import (
+from zero2all.elastic.node_exclusion import StragglerPolicy
+from zero2all.elastic.stragglers import (
     CHECKS_TO_CONFIRM,
     ArrivalReport,
     SharedClock,
     StragglerFinding,
     StragglerWatch,
+    find_straggler,
+    wait_share_by_rank,
 )
-from zero2all.elastic.stragglers import find_straggler, wait_share_by_rank
 
 
 def arrivals(late: dict[int, float], count: int = 100) -> dict[int, dict[Any, float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.elastic.worker_logs import HEAD_BYTES, TAIL_BYTES, last_lines, trim_log
+from zero2all.elastic.failure_report import HEAD_BYTES, TAIL_BYTES, last_lines, trim_log
 
 TEXT = b"one\ntwo\nthr\xffee\n"
 

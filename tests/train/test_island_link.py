@@ -12,15 +12,14 @@ import torch
 
 from tests.train.island_threads import SECRET
 from zero2all.checkpoint import RankGroup
-from zero2all.checkpoint.peer_connection import Address, PeerConnection, connect
-from zero2all.checkpoint.peer_server import PeerServer
+from zero2all.checkpoint.peers import PeerServer, connect_peer
+from zero2all.connection import Address, Connection, TamperedError
 from zero2all.elastic import island_quorum
 from zero2all.elastic.island_client import IslandClient
-from zero2all.elastic.island_messages import EnterIslands
+from zero2all.elastic.island_quorum import EnterIslands
 from zero2all.elastic.rendezvous_client import WrongSecretError
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.errors import Interrupted, UsageError, Z2aError
-from zero2all.network import TamperedError
 from zero2all.train import island_link
 from zero2all.train.island_link import (
     Exchanged,
@@ -56,7 +55,7 @@ def test_a_counterpart_is_served_with_the_priority_of_training() -> None:
     seen: list[int] = []
 
     class Observed(PartServer):
-        def answer(self, peer: PeerConnection) -> None:
+        def answer(self, peer: Connection) -> None:
             seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             super().answer(peer)
 
@@ -72,7 +71,7 @@ def test_a_wrong_secret_gets_nothing(server: PartServer) -> None:
 
 
 def test_a_request_that_is_none_is_answered_with_the_end_of_the_connection(server: PartServer) -> None:
-    with connect(server.address, SECRET.encode()) as peer:
+    with connect_peer(server.address, SECRET.encode()) as peer:
         peer.send(PartReply(is_there=True))
         with pytest.raises(OSError, match="closed"):
             peer.receive(PartReply)
@@ -86,7 +85,7 @@ class HostilePeer(PeerServer):
         self.reply, self.data = reply, data
         super().__init__("127.0.0.1", SECRET.encode())
 
-    def answer(self, peer: PeerConnection) -> None:
+    def answer(self, peer: Connection) -> None:
         peer.receive(PartRequest)
         peer.send(self.reply)
         peer.send_bytes(self.data.numpy().data)
@@ -208,7 +207,7 @@ def test_the_rendezvous_may_be_started_again(monkeypatch: pytest.MonkeyPatch) ->
     links = [link(first, number) for number in range(2)]
     together(*[lambda own=own: own.start(-1, "d") for own in links])
     first.stop()
-    second = RendezvousServer("127.0.0.1", first.port, SECRET)
+    second = RendezvousServer("127.0.0.1", first.address.port, SECRET)
     second.start()
     part = torch.ones(5, dtype=torch.uint8)
     found = together(*[lambda own=own: own.exchange(4, -1, part) for own in links])

@@ -10,13 +10,35 @@ from pathlib import Path
 
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
-from zero2all.checkpoint.peer_connection import Address, RateLimit, connect
-from zero2all.checkpoint.replica_server import Reply, Request
-from zero2all.checkpoint.replica_slots import LAYOUT_FILE, RejectedStateError
+from zero2all.checkpoint.peers import connect_peer
+from zero2all.checkpoint.replica_server import LAYOUT_FILE, RejectedStateError, Reply, Request
+from zero2all.connection import Address, TamperedError
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
-from zero2all.network import TamperedError
 from zero2all.units import show_bytes
+
+
+class RateLimit:
+    """A token bucket: ``take`` sleeps until that many bytes may be sent. None: no limit."""
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate, self._now, self._sleep = bytes_per_second, now, sleep
+        self._free_at = now()
+
+    def take(self, count: int) -> None:
+        if self._rate is None:
+            return
+        now = self._now()
+        # A pause earns no burst: the link is shared with gradients.
+        begin = max(now, self._free_at)
+        self._free_at = begin + count / self._rate
+        if begin > now:
+            self._sleep(begin - now)
 
 
 class _OverwrittenError(Exception):
@@ -132,7 +154,7 @@ class ReplicaSender:
             self._rate.take(count)
 
         before_block(0)
-        with connect(address, self._secret) as peer:
+        with connect_peer(address, self._secret) as peer:
             history = header.lineage[-1].history
             request = Request(
                 "store", self._rank, self._world_size, header.step, history, len(layout), len(data), header

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
-from zero2all.checkpoint.peer_connection import Address, RateLimit
 from zero2all.checkpoint.rank_group import RankGroup
-from zero2all.checkpoint.replica_placement import memory_id, plan_replicas
-from zero2all.checkpoint.replica_sender import ReplicaSender
-from zero2all.checkpoint.replica_server import ReplicaServer, Request, fetch_state
-from zero2all.checkpoint.replica_slots import ReplicaSlots
+from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
+from zero2all.checkpoint.replica_server import ReplicaServer, ReplicaSlots, Request, fetch_state
+from zero2all.connection import Address
 from zero2all.console import warn
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import Z2aError
-from zero2all.network import source_address
+from zero2all.network import source_address_towards
 from zero2all.units import show_bytes
 
 LOOPBACK = "127.0.0.1"
@@ -197,5 +196,35 @@ def _own_address() -> str:
     """From which this node reaches that of rank 0: there other nodes reach it."""
     if (master := os.environ.get("MASTER_ADDR")) is None:
         return LOOPBACK
-    family, _, _, _, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    return source_address(family, destination)
+    return source_address_towards(master)
+
+
+def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
+    """For each rank, the ranks that keep a replica of its states, each on another node; none if there is one node.
+
+    Replica k of a rank on node n is on node n + k, at the same local index, modulo the ranks of that node.
+
+    >>> plan_replicas("AABB", copies=1)
+    [(2,), (3,), (0,), (1,)]
+    """
+    members: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(node_of_rank):
+        members.setdefault(node, []).append(rank)
+    nodes = list(members.values())
+    holders: list[tuple[int, ...]] = [()] * len(node_of_rank)
+    for number, ranks in enumerate(nodes):
+        others = [nodes[(number + copy) % len(nodes)] for copy in range(1, min(copies, len(nodes) - 1) + 1)]
+        for index, rank in enumerate(ranks):
+            holders[rank] = tuple(other[index % len(other)] for other in others)
+    return holders
+
+
+def memory_id(place: Path) -> str:
+    """Identifies the memory behind ``place``: ranks that share it are one node, and are lost together.
+
+    Not the host name: containers with different names may share a tmpfs, and simulated nodes of one machine do not.
+    """
+    machine = socket.gethostname()
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{machine}-{place.stat().st_dev}"

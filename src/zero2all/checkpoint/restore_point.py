@@ -39,16 +39,18 @@ from zero2all.checkpoint.replicas import Replicas
 from zero2all.checkpoint.restore import (
     MAX_RANKS_IN_REASON,
     DurableReport,
+    Fetch,
+    RankReport,
     RestoreChoice,
     RestoreDecision,
+    SlotReport,
     decide_restore,
 )
-from zero2all.checkpoint.restore_parts import Fetch, RankReport, SlotReport
 from zero2all.checkpoint.state_dict import flatten_tensors
 from zero2all.checkpoint.training_state import TrainingState
+from zero2all.connection import TamperedError
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError
-from zero2all.network import TamperedError
 from zero2all.units import show_bytes
 
 

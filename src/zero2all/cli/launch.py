@@ -11,7 +11,7 @@ import typer
 
 from zero2all.cli.conventions import Json, Result, command, resumable_command
 from zero2all.elastic.addresses import OverlayKind
-from zero2all.elastic.node_policy import NodePolicy, StragglerPolicy
+from zero2all.elastic.node_exclusion import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError, Z2aError
 from zero2all.numa import BindingMode
@@ -312,7 +312,7 @@ def rendezvous(
     Example: z2a rendezvous --port 29500 --listen 10.0.0.1
     """
     require_linux("z2a rendezvous")
-    from zero2all.elastic.serve_rendezvous import serve_rendezvous
+    from zero2all.elastic.rendezvous_server import serve_rendezvous
 
     serve_rendezvous(port, listen, secret_file)
     return Result({}, "")

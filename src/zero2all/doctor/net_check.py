@@ -22,12 +22,11 @@ from zero2all.doctor.reachability import (
     Target,
     Unreachable,
     ephemeral_ports,
-    greeting,
     probe,
 )
 from zero2all.doctor.topology import Nic, read_nics
 from zero2all.findings import Finding, finding_if
-from zero2all.network import interface_addresses, interface_for_address, interface_mtu, source_address
+from zero2all.network import interface_addresses, interface_for_address, interface_mtu, source_address_towards
 from zero2all.records import parse_record
 from zero2all.torch_private import Store
 from zero2all.units import show_bytes
@@ -78,10 +77,10 @@ class NetCheck:
     def run(self) -> list[Finding]:
         address, interface = data_address(self.master.address)
         with ExitStack() as stack:
-            data = stack.enter_context(ProbeListener(address, 0, self._greeting(self.number, "data")))
+            data = stack.enter_context(ProbeListener(address, 0, self._name(self.number, "data"), self.secret))
             if self.number == 0:
-                stack.enter_context(ProbeListener(address, self.master.port, self._greeting(0, "store")))
-            target = Target(address, data.port, "data", ephemeral_ports())
+                stack.enter_context(ProbeListener(address, self.master.port, self._name(0, "store"), self.secret))
+            target = Target(address, data.address.port, "data", ephemeral_ports())
             own = NodeNetwork(
                 socket.gethostname(), target, interface, interface_mtu(interface),
                 self.master.port if self.number == 0 else None, list(local_findings(address, interface)),
@@ -98,8 +97,8 @@ class NetCheck:
             *nccl_findings(measured, directions, {number: node.name for number, node in nodes.items()}),
         ]
 
-    def _greeting(self, number: int, purpose: str) -> bytes:
-        return greeting(self.secret, f"doctor/{number}/{purpose}")
+    def _name(self, number: int, purpose: str) -> str:
+        return f"doctor/{number}/{purpose}"
 
     def _try_all(self, nodes: Mapping[int, NodeNetwork]) -> list[Direction]:
         found = []
@@ -114,11 +113,11 @@ class NetCheck:
         return found
 
     def _try_node(self, other: int, node: NodeNetwork) -> list[Direction]:
-        result = probe(node.data, self._greeting(other, "data"), send_for=SEND_SECONDS)
+        result = probe(node.data, self._name(other, "data"), self.secret, send_for=SEND_SECONDS)
         found = [self._direction(other, node, node.data, result.problem, result.bytes_per_second)]
         if other == 0:
             master = replace(self.master, ports=str(node.store_port or ""))
-            store = probe(master, self._greeting(0, "store"))
+            store = probe(master, self._name(0, "store"), self.secret)
             found += [self._direction(0, node, master, store.problem)] if store.problem is not None else []
         return found
 
@@ -128,8 +127,7 @@ class NetCheck:
         if problem is None:
             return Direction(self.number, other, bytes_per_second=rate)
         try:
-            family, _, _, _, destination = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_DGRAM)[0]
-            here = source_address(family, destination)
+            here = source_address_towards(target.address, target.port)
         except OSError:
             here = "?"
         mapped = target.purpose == "store" and target.address != node.data.address
@@ -143,8 +141,7 @@ def data_address(master: str) -> tuple[str, str]:
     wanted, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), interface_addresses()
     if wanted in interfaces:
         return interfaces[wanted], wanted
-    family, _, _, _, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    address = source_address(family, destination)
+    address = source_address_towards(master)
     return address, interface_for_address(address) or ""
 
 

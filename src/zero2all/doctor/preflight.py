@@ -16,7 +16,7 @@ from zero2all.doctor.network_check import exchange_through_store, measure_pairs
 from zero2all.doctor.node_check import check_device, check_node, library_versions
 from zero2all.doctor.pairs import DeviceCheck, PairMeasurement, diagnose_pairs
 from zero2all.doctor.reachability import Target
-from zero2all.doctor.topology_check import binding_findings, check_binding, check_topology
+from zero2all.doctor.topology import binding_findings, check_binding, check_topology
 from zero2all.findings import Finding
 from zero2all.hardware import MPS, pick_device
 from zero2all.records import parse_record

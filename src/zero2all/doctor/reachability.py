@@ -1,25 +1,24 @@
 """Whether one node reaches another at an address and a port, and what to change if it does not.
 
-A node listens and greets whoever connects; a probe connects and verifies the greeting. Without it a probe would take
-any machine for the right one: containers on different hosts often have the same address.
+A node listens, and a probe connects; both prove that they know the secret and mean the same listener. Else a probe
+would take any machine for the right one: containers on different hosts often have the same address.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zero2all.network import MAC_BYTES, receive_exactly, sign
+from zero2all.connection import Address, Connection, Server, TamperedError, connect, receive_exactly
 
 CONNECT_TIMEOUT = 4.0  # seconds: the kernel repeats a lost packet after one and after three
-MAX_PROBES = 256  # connections that a listener serves in its life, from anybody
-MAX_RECEIVED = 1 << 28  # bytes from one of them
+MAX_RECEIVED = 1 << 28  # bytes from one probe
 _COUNT_BYTES = 8
 _FIRST_CHUNK, _CHUNK = 1 << 14, bytes(1 << 18)  # larger than any packet
 _QUICK = 0.01  # seconds for a chunk, below which the next one is twice as large
@@ -98,68 +97,52 @@ class Unreachable:
         return rule
 
 
-def greeting(secret: str, name: str) -> bytes:
-    """What the listener ``name`` of a job answers."""
-    return sign(secret.encode(), b"reachability", name.encode())
-
-
-class ProbeListener:
+class ProbeListener(Server):
     """
-    >>> with ProbeListener("127.0.0.1", 0, greeting(secret, "3/1/data")) as listener:
-    ...     probe("127.0.0.1", listener.port, greeting(secret, "3/1/data"))
+    >>> with ProbeListener("127.0.0.1", 0, "3/1/data", secret) as listener:
+    ...     probe(Target("127.0.0.1", listener.address.port, "data"), "3/1/data", secret)
     ProbeResult(problem=None, bytes_per_second=None)
     """
 
-    def __init__(self, address: str, port: int, expected: bytes) -> None:
-        self._greeting = expected
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((address, port))
-            self._socket.listen(MAX_PROBES)
-        except OSError:
-            self._socket.close()
-            raise
-        self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="z2a-probe-listener", daemon=True)
-        self._thread.start()
+    def __init__(self, address: str, port: int, name: str, secret: str) -> None:
+        super().__init__(address, port, _service(name), secret.encode())
+        self.start()
 
     def __enter__(self) -> ProbeListener:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(5)
-        self._socket.close()
+        self.stop()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            for _ in range(MAX_PROBES):
-                found, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(found,), daemon=True).start()
-
-    def _answer(self, found: socket.socket) -> None:
-        with found, suppress(OSError):
-            found.settimeout(2 * CONNECT_TIMEOUT)
-            found.sendall(self._greeting)
-            received, buffer = 0, bytearray(len(_CHUNK))
-            while received < MAX_RECEIVED and (count := found.recv_into(buffer)):
-                received += count
-            found.sendall(received.to_bytes(_COUNT_BYTES, "big"))
+    async def attend(self, client: Connection) -> None:
+        loop, received, buffer = asyncio.get_running_loop(), 0, bytearray(len(_CHUNK))
+        with client, suppress(OSError):
+            async with asyncio.timeout(2 * CONNECT_TIMEOUT) as limit:
+                while received < MAX_RECEIVED and (count := await loop.sock_recv_into(client.socket, buffer)):
+                    received += count
+                    limit.reschedule(loop.time() + 2 * CONNECT_TIMEOUT)
+                await loop.sock_sendall(client.socket, received.to_bytes(_COUNT_BYTES, "big"))
 
 
-def probe(target: Target, expected: bytes, timeout: float = CONNECT_TIMEOUT, send_for: float = 0.0) -> ProbeResult:
-    """Connect, verify the greeting and, for ``send_for`` seconds, send data."""
-    connected = False
+def _service(name: str) -> str:
+    """Each listener of a job is one of its own: a client that reaches another one is refused."""
+    return f"reachability/{name}"
+
+
+def probe(
+    target: Target, name: str, secret: str, timeout: float = CONNECT_TIMEOUT, send_for: float = 0.0
+) -> ProbeResult:
+    """Connect to the listener ``name`` of a job and, for ``send_for`` seconds, send data."""
+    is_sending = False
     try:
-        with socket.create_connection((target.address, target.port), timeout=timeout) as found:
-            connected = True
-            if receive_exactly(found, MAC_BYTES) != expected:
-                return ProbeResult(_SOMETHING_ELSE)
-            return ProbeResult(bytes_per_second=_send(found, send_for) if send_for else None)
+        address = Address(target.address, target.port)
+        with connect(address, _service(name), secret.encode(), timeout) as connection:
+            is_sending = send_for > 0
+            return ProbeResult(bytes_per_second=_send(connection.socket, send_for) if is_sending else None)
+    except TamperedError:
+        return ProbeResult(_SOMETHING_ELSE)
     except OSError as error:
-        return ProbeResult(_describe(error, connected, send_for > 0))
+        return ProbeResult(_describe(error, is_sending))
 
 
 LARGE_PACKETS_VANISH = (
@@ -187,9 +170,9 @@ def _send(found: socket.socket, seconds: float) -> float:
     return sent / (time.monotonic() - begin)
 
 
-def _describe(error: OSError, connected: bool, sending: bool) -> str:
+def _describe(error: OSError, is_sending: bool) -> str:
     match error:
-        case TimeoutError() if connected and sending:
+        case TimeoutError() if is_sending:
             return LARGE_PACKETS_VANISH
         case TimeoutError():
             return "no answer: a firewall drops it, or no machine has this address"

@@ -16,6 +16,7 @@ from pathlib import Path
 from zero2all.elastic.flight_recorder import pending_on_device, read_collectives
 from zero2all.elastic.hang_detection import request_dump
 from zero2all.elastic.worker import collectives_path, dump_thread_path
+from zero2all.processes import read_text
 
 MIN_CPU_SHARE = 0.01  # of one core; threads that only wait use less
 MIN_CPU_SECONDS = 0.02  # between two checks: the kernel counts in hundredths of a second
@@ -84,19 +85,13 @@ class ActivityWatch:
         rank.checked, rank.usage = now, usage
 
     def _pending(self, local: int) -> str:
-        try:
-            dump = collectives_path(self.directory, local).read_text(encoding="utf-8")
-        except OSError:
-            return ""
+        dump = read_text(collectives_path(self.directory, local))
         return "".join(str(one) for one in pending_on_device(read_collectives(dump))[:1])
 
     def _dump_thread(self, pid: int, local: int) -> Path | None:
         """The thread of the rank that answers the agent: what it does is no progress of the script."""
-        try:
-            thread = dump_thread_path(self.directory, local).read_text(encoding="ascii")
-        except OSError:
-            return None
-        return Path(f"/proc/{pid}/task/{thread}")
+        thread = read_text(dump_thread_path(self.directory, local))
+        return Path(f"/proc/{pid}/task/{thread}") if thread else None
 
     @staticmethod
     def _family(pid: int, children: Mapping[int, list[int]]) -> list[int]:
@@ -119,10 +114,7 @@ def _cpu_seconds(process: Path) -> float:
 
 def _io_bytes(process: Path) -> int:
     """Read and written, also by way of the page cache."""
-    try:
-        lines = (process / "io").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
+    lines = read_text(process / "io").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
 
 
@@ -136,7 +128,4 @@ def _children() -> dict[int, list[int]]:
 
 def _stat_fields(process: Path) -> list[str]:
     """From the state on; the name before it may contain anything. Empty if the process has just ended."""
-    try:
-        return (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return read_text(process / "stat").rpartition(")")[2].split()

@@ -28,20 +28,21 @@ from zero2all.elastic.failure_report import (
     RecoveryCost,
     add_recovery_cost,
     combine_node_reports,
+    last_lines,
     render_text,
+    trim_log,
     write_failure_report,
     write_node_report,
 )
 from zero2all.elastic.gpu_errors import GpuErrorPoll, GpuErrors, GpuFault, fatal_texts
 from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, find_run_directory
-from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, FailureFacts
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous
 from zero2all.elastic.restart_policy import RestartPolicy
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
-from zero2all.elastic.worker_logs import last_lines, trim_log
 from zero2all.environment import record_collective_starts
 from zero2all.redact import redact
 from zero2all.torch_private import Store, forbid_restarts, remaining_restarts, worker_context

@@ -1,10 +1,12 @@
-"""Failure reports, one file for programs and one for people: ``RUN/failures/<time>.json`` and ``.txt``.
+"""Failure reports, one file for programs and one for people: ``RUN/failures/<time>.json`` and ``.txt``; and the logs of
+ranks that they quote, whose size is limited.
 
 The agent of every node writes a node report; at the next round, or the end of the job, one agent combines them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -15,11 +17,48 @@ from pathlib import Path
 
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.hang_detection import HangCulprit, HungRank, find_hang_culprits
-from zero2all.elastic.worker_command import SCRIPT_MODULE
+from zero2all.elastic.script import SCRIPT_MODULE
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, read_json, read_record, write_record, write_text
 from zero2all.records import RestoreSummary, parse_record
 from zero2all.units import show_seconds
+
+HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # bytes that are kept
+MAX_LOG_BYTES = 16 << 20
+_READ = 256 << 10  # bytes read from the end
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Empty if there is no such file."""
+    try:
+        with open(log, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _READ))
+            text = stream.read(_READ)
+    except OSError:
+        return []
+    return text.decode("utf-8", errors="replace").splitlines()[-count:]
+
+
+def trim_log(log: Path) -> bool:
+    """Punch a hole into the middle of a log that has grown too large.
+
+    The rank that has it open continues at its offset, so the file cannot be truncated or replaced; head and tail stay
+    where they are. False if there was nothing to do, or if the file system cannot do it.
+    """
+    try:
+        with open(log, "r+b") as stream:
+            status = os.fstat(stream.fileno())
+            if status.st_blocks * 512 <= MAX_LOG_BYTES:
+                return False
+            fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+            fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+            length = status.st_size - TAIL_BYTES - HEAD_BYTES
+            return bool(fallocate(stream.fileno(), _PUNCH_HOLE_KEEP_SIZE, HEAD_BYTES, length) == 0)
+    except (OSError, AttributeError):
+        return False
+
 
 LOG_LINES = 20
 _NODE_REPORTS = ".accounts"

@@ -15,7 +15,7 @@ from typing import Any
 
 from zero2all.device_watch import DevicePosition
 from zero2all.errors import Z2aError
-from zero2all.records import parse_record, to_json
+from zero2all.records import Record, parse_record, to_json
 
 NCCL_PREFIX = "nccl:"
 RECENT = 4  # collectives of a group in a failure report, around the one in which the rank waits
@@ -117,27 +117,26 @@ def _configured_groups(dumps: list[dict[str, Any]]) -> Iterable[tuple[str, list[
                 yield name, ranks
 
 
-def read_collectives(dump: str) -> list[RecordedCollective]:
-    """Empty if there is no dump, or this torch writes another format."""
+def _read_part(record: type[Record], dump: str, name: str, empty: Record) -> Record:
+    """``empty`` if there is no dump, or this torch writes another format."""
     try:
-        return parse_record(list[RecordedCollective], json.loads(dump or "{}").get("entries", []), "flight recorder")
+        found = json.loads(dump or "{}").get(name)
+        return empty if found is None else parse_record(record, found, "flight recorder")
     except (ValueError, Z2aError):
-        return []
+        return empty
+
+
+def read_collectives(dump: str) -> list[RecordedCollective]:
+    return _read_part(list[RecordedCollective], dump, "entries", [])
 
 
 def read_groups(dump: str) -> dict[str, list[int]]:
     """The ranks of each group."""
-    try:
-        return parse_record(dict[str, list[int]], json.loads(dump or "{}").get("groups", {}), "flight recorder")
-    except (ValueError, Z2aError):
-        return {}
+    return _read_part(dict[str, list[int]], dump, "groups", {})
 
 
 def read_device_state(dump: str) -> DeviceState:
-    try:
-        return parse_record(DeviceState, json.loads(dump or "{}").get("device", {}), "flight recorder")
-    except (ValueError, Z2aError):
-        return DeviceState()
+    return _read_part(DeviceState, dump, "device", DeviceState())
 
 
 def read_group_traces(dump: str) -> list[GroupTrace]:

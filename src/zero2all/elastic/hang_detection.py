@@ -27,6 +27,7 @@ from zero2all.elastic.flight_recorder import (
 from zero2all.elastic.heartbeat import HeartbeatStatus
 from zero2all.elastic.wait_graph import find_causes
 from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_request_path, stacks_path
+from zero2all.processes import read_text
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
@@ -97,9 +98,9 @@ def collect_stacks(
         time.sleep(0.01)
     found = []
     for local, pid in pids.items():
-        stack = _read(stacks_path(directory, local)) or _py_spy(pid)
+        stack = read_text(stacks_path(directory, local)) or _py_spy(pid)
         main = _main_thread(stack)
-        dump = _read(collectives_path(directory, local))
+        dump = read_text(collectives_path(directory, local))
         collectives = read_collectives(dump)
         begun = str(current_collective(collectives) or "")
         device = read_device_state(dump)
@@ -181,7 +182,7 @@ def _minority(hung: list[HungRank], views: list[str]) -> list[HungRank]:
 
 
 def _state(pid: int) -> str:
-    found = re.search(r"^State:\s+(\S)", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    found = re.search(r"^State:\s+(\S)", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
     return found[1].upper() if found else "?"
 
 
@@ -205,7 +206,7 @@ def _send_request(directory: Path, local: int, request: bytes) -> None:
 
 
 def _has_stacks(directory: Path, local: int) -> bool:
-    return "most recent call first" in _read(stacks_path(directory, local))
+    return "most recent call first" in read_text(stacks_path(directory, local))
 
 
 def _has_collectives(directory: Path, local: int) -> bool:
@@ -242,10 +243,3 @@ def _own_line(thread: str) -> str:
     if not own:
         return "no stack: it does not answer"
     return f"{own[0]['file']}:{own[0]['line']} in {own[0]['name']}"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

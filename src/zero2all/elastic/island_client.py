@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from zero2all.console import say
-from zero2all.elastic.island_messages import (
+from zero2all.elastic.island_quorum import (
     EnterIslands,
     LeaveIslands,
     OutcomeAnswer,

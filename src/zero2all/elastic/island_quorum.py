@@ -1,4 +1,6 @@
-"""Which islands take part in an exchange: the decisions, without sockets, threads or clocks of its own.
+"""Which islands take part in an exchange: what rank 0 of each island asks its rendezvous, and what it is answered.
+
+The decisions are without sockets, threads or clocks of their own.
 
 An exchange has two phases. When all islands that train have offered their part, they are its members. When all members
 have received all parts, it is complete, and only then any of them uses it. A member that is lost before that, or that
@@ -12,17 +14,90 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zero2all.elastic.island_messages import (
-    Addresses,
-    EnterIslands,
-    OutcomeAnswer,
-    QuorumAnswer,
-    ReadyToExchange,
-    ReportExchange,
-    StartAnswer,
-    StartIsland,
-)
+from zero2all.elastic.rendezvous_messages import Request
 from zero2all.errors import UsageError
+
+Addresses = list[tuple[str, int]]
+"""Host and port of each rank of an island, where it serves its counterparts."""
+
+
+@dataclass(frozen=True)
+class EnterIslands(Request):
+    """The first request of a connection: it is that of an island from now on."""
+
+    training: str
+    """The same for all islands of a training."""
+    island: int
+    islands: int
+    identity: dict[str, str]
+    """What must be the same on all islands, by what a person calls it."""
+    addresses: Addresses
+    patience: float
+    """Seconds that a start waits for all islands."""
+
+
+@dataclass(frozen=True)
+class StartIsland(Request):
+    """An island has loaded its state, or has missed an exchange. The answer is a ``StartAnswer``, once it may train."""
+
+    exchange: int
+    """The last one that its state has; -1 if none."""
+    digest: str
+    """Of what must be the same on all islands."""
+
+
+@dataclass(frozen=True)
+class ReadyToExchange(Request):
+    """An island offers its part of an exchange. The answer is a ``QuorumAnswer``, once all islands present have."""
+
+    exchange: int
+    last: int
+    """The one before, as this island knows it."""
+
+
+@dataclass(frozen=True)
+class ReportExchange(Request):
+    """An island has received the parts of all others, or not. The answer is an ``OutcomeAnswer``, once all have."""
+
+    exchange: int
+    attempt: int
+    failed: list[int]
+    """Islands whose part could not be received."""
+
+
+@dataclass(frozen=True)
+class LeaveIslands(Request):
+    """This island has trained all steps."""
+
+
+@dataclass(frozen=True)
+class StartAnswer:
+    exchange: int
+    """The last one of the state to begin with."""
+    provider: int | None = None
+    """The island that has this state, if it is not the one that was loaded."""
+    addresses: Addresses = field(default_factory=list)
+    """Of that island."""
+    takers: list[int] = field(default_factory=list)
+    """The islands that take the state of this one."""
+    present: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class QuorumAnswer:
+    attempt: int = 0
+    members: dict[int, Addresses] = field(default_factory=dict)
+    is_behind: bool = False
+    """The others have completed this exchange, or a later one, without this island."""
+
+
+@dataclass(frozen=True)
+class OutcomeAnswer:
+    is_complete: bool
+    """Every member has all parts. Otherwise the exchange is attempted again."""
+    takers: list[int] = field(default_factory=list)
+    """Islands that take the state of this one after this exchange."""
+
 
 SILENT_AFTER = 8.0  # seconds without a heartbeat after which an island is lost
 EXCHANGE_PATIENCE = 600.0  # seconds that the others wait for an island that is alive but does not come

@@ -6,8 +6,15 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from zero2all.elastic.island_messages import EnterIslands, ReadyToExchange, ReportExchange, StartIsland
-from zero2all.elastic.island_quorum import Answer, Island, IslandQuorum
+from zero2all.elastic.island_quorum import (
+    Answer,
+    EnterIslands,
+    Island,
+    IslandQuorum,
+    ReadyToExchange,
+    ReportExchange,
+    StartIsland,
+)
 from zero2all.errors import UsageError
 
 WaitingRequest = StartIsland | ReadyToExchange | ReportExchange

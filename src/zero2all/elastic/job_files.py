@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from zero2all.elastic.addresses import DEFAULT_PORT
-from zero2all.elastic.launcher import REPORT_DIRECTORY, LaunchConfig
+from zero2all.elastic.launcher import LaunchConfig
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 
@@ -25,6 +25,12 @@ POD_FAILURES_PER_NODE = 10
 SECRET_PATH = Path("/run/z2a/secret")
 WORKSPACE = "/workspace"
 SECRET_MODE = 0o440
+_OPTIONS = {
+    "--max-restarts": "max_restarts", "--hang-after": "hang_after", "--grace": "grace",
+    "--numa-binding": "numa_binding", "--listen": "listen_ranks", "--backend": "backend", "--overlay": "overlay",
+    "--report-dir": "report_directory",
+}  # fmt: skip
+"""Options of ``z2a launch`` that every node gets, and the fields of a launch that they set."""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")  # the name of a Service; pods add their number
 
 _SLURM = """\
@@ -254,24 +260,12 @@ def _agent_options(config: LaunchConfig, secret_file: Path | None) -> list[str]:
 
 
 def _non_default_options(config: LaunchConfig) -> dict[str, str]:
-    options: dict[str, str] = {}
-    if config.max_restarts is not None:
-        options["--max-restarts"] = str(config.max_restarts)
-    if config.hang_after is not None:
-        options["--hang-after"] = f"{config.hang_after:g}"
-    if config.grace != LaunchConfig.grace:
-        options["--grace"] = f"{config.grace:g}"
-    if config.numa_binding != LaunchConfig.numa_binding:
-        options["--numa-binding"] = config.numa_binding
-    if config.listen_ranks is not None:
-        options["--listen"] = config.listen_ranks
-    if config.backend != LaunchConfig.backend:
-        options["--backend"] = config.backend
-    if config.overlay != LaunchConfig.overlay:
-        options["--overlay"] = config.overlay
-    if config.report_directory != REPORT_DIRECTORY:
-        options["--report-dir"] = str(config.report_directory)
-    return options
+    given = {option: getattr(config, name) for option, name in _OPTIONS.items()}
+    return {
+        option: f"{value:g}" if isinstance(value, float) else str(value)
+        for option, value in given.items()
+        if value != getattr(LaunchConfig, _OPTIONS[option])
+    }
 
 
 def _torchrun(config: LaunchConfig) -> list[str]:

@@ -16,12 +16,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
+from zero2all.cpu_use import spin_settings
 from zero2all.elastic.addresses import DEFAULT_PORT, OverlayKind, wait_for_name
 from zero2all.elastic.heartbeat import find_run_directory
-from zero2all.elastic.job_events import JobEvent
-from zero2all.elastic.node_policy import NodePolicy
-from zero2all.elastic.notify import Notifier
-from zero2all.elastic.worker_command import CLI_MODULE, worker_command
+from zero2all.elastic.node_exclusion import NodePolicy
+from zero2all.elastic.notify import JobEvent, Notifier
+from zero2all.elastic.script import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import (
     BACKEND_VARIABLE,
@@ -44,7 +44,6 @@ from zero2all.numa import (
     plan_bindings,
     threads_per_rank,
 )
-from zero2all.openmp import spin_settings
 from zero2all.processes import AGENT_PID, leave_terminal, stop_signals
 
 if TYPE_CHECKING:

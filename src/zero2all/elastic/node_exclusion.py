@@ -6,11 +6,13 @@ A node that is excluded leaves the job and is listed. It does not come back by i
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from zero2all.elastic.exit_reason import FailureKind
+from zero2all.environment import NOTIFY_VARIABLE
 
 FAILURE_WINDOW = 10  # failures of the job that are remembered
 MIN_OWN_FAILURES = 3
@@ -150,3 +152,27 @@ class FailureHistory:
 def _repeated(facts: FailureFacts) -> str:
     where = f"after step {facts.step}" if facts.step >= 0 else "before the first step"
     return f"only its ranks fail {where} ({facts.kind})"
+
+
+StragglerPolicy = Literal["warn", "exclude"]
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    readmit: bool = False
+    """This node comes back although it was excluded."""
+    node_test: bool = True
+    """Nodes are tested before the ranks restart after a failure that a node may have caused."""
+    stragglers: StragglerPolicy = "warn"
+    """What is done about a node that all others wait for."""
+    notify: str | None = None
+    """A command that gets every event of the job as JSON on its stdin, or a URL to which it is posted."""
+
+    def arguments(self) -> list[str]:
+        """Those that differ from their defaults, as words of a command line."""
+        found = [*(["--readmit"] if self.readmit else []), *([] if self.node_test else ["--no-node-test"])]
+        if self.stragglers != NodePolicy.stragglers:
+            found += ["--stragglers", self.stragglers]
+        if self.notify is not None and self.notify != os.environ.get(NOTIFY_VARIABLE):
+            found += ["--notify", self.notify]
+        return found

@@ -1,7 +1,7 @@
-"""Tells a person what happens to a job: runs a command or posts to a webhook, and never holds up the agent.
+"""What happens to a job that a person may want to know, and who is told: a command that is run, or a webhook.
 
-Events are delivered in order by a background thread, each within a few seconds or not at all. A hook that fails is
-logged once; what it prints is dropped, since it may contain secrets.
+Events are delivered in order by a background thread, each within a few seconds or not at all: the agent never waits. A
+hook that fails is logged once; what it prints is dropped, since it may contain secrets.
 """
 
 from __future__ import annotations
@@ -19,14 +19,35 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from zero2all.console import say
-from zero2all.elastic.job_events import EventKind, JobEvent
 from zero2all.environment import ISLANDS_SECRET_VARIABLE, JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
 from zero2all.errors import UsageError, Z2aError
 from zero2all.records import to_json
 from zero2all.redact import REDACTED, redact
+
+EventKind = Literal[
+    "node lost",
+    "node excluded",
+    "spare taken in",
+    "GPU error",
+    "job restarted",
+    "job waits",
+    "job gave up",
+    "job finished",
+]
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    kind: EventKind
+    text: str
+    """One line for a person."""
+    node: str | None = None
+    """Name and address, if it is about one node."""
+
 
 TIMEOUT = 5.0  # seconds for one delivery
 FLUSH_TIMEOUT = 2 * TIMEOUT  # seconds at the end of the job for what is still queued

@@ -21,14 +21,12 @@ from zero2all.doctor.reachability import (
     Target,
     Unreachable,
     ephemeral_ports,
-    greeting,
     probe,
 )
-from zero2all.elastic.addresses import NodeAddress, resolve_endpoint
+from zero2all.elastic.addresses import NodeAddress
 from zero2all.elastic.rendezvous_client import RendezvousStore
 from zero2all.elastic.rendezvous_state import RankAssignment
-from zero2all.errors import Z2aError
-from zero2all.network import source_address
+from zero2all.network import source_address_towards
 from zero2all.records import parse_record
 
 MEETING_TIMEOUT = 8.0  # seconds for the other nodes to begin, and again to finish
@@ -96,11 +94,11 @@ class ReachCheck:
     def run(self) -> ReachReport:
         rank, address = self.assignment.rank, self.data_address or self.address.local
         with ExitStack() as stack:
-            data = stack.enter_context(ProbeListener(address, 0, self._greeting(rank, "data")))
+            data = stack.enter_context(ProbeListener(address, 0, self._name(rank, "data"), self.secret))
             if rank == 0:
-                local = ProbeListener(self.address.local, self.store_port, self._greeting(0, "store"))
+                local = ProbeListener(self.address.local, self.store_port, self._name(0, "store"), self.secret)
                 stack.enter_context(local)
-            target = Target(address, data.port, "data", ephemeral_ports())
+            target = Target(address, data.address.port, "data", ephemeral_ports())
             own = ReachableNode(
                 socket.gethostname(), target, self.address.is_mapped, self.was_checked, self.overlay_endpoint,
                 self.store_port if rank == 0 else None,
@@ -114,8 +112,8 @@ class ReachCheck:
     def _key(self, name: str) -> str:
         return f"reach/{self.assignment.round}/{name}"
 
-    def _greeting(self, rank: int, purpose: str) -> bytes:
-        return greeting(self.secret, f"{self.assignment.round}/{rank}/{purpose}")
+    def _name(self, rank: int, purpose: str) -> str:
+        return f"{self.assignment.round}/{rank}/{purpose}"
 
     def _peers(self) -> list[int]:
         return peers_to_try(self.assignment.rank, self.assignment.nodes)
@@ -135,7 +133,7 @@ class ReachCheck:
 
         def try_one(one: tuple[int, Target]) -> ProbeResult:
             peer, target = one
-            return probe(target, self._greeting(peer, target.purpose), self.timeout)
+            return probe(target, self._name(peer, target.purpose), self.secret, self.timeout)
 
         with ThreadPoolExecutor(len(tries)) as pool:
             results = list(pool.map(try_one, tries))
@@ -151,8 +149,8 @@ class ReachCheck:
 
     def _unreachable(self, node: ReachableNode, target: Target, problem: str) -> Unreachable:
         try:
-            here = source_address(*resolve_endpoint(str(target)))
-        except (OSError, Z2aError):
+            here = source_address_towards(target.address, target.port)
+        except OSError:
             here = self.address.local
         return Unreachable(
             socket.gethostname(), here, node.name, target, problem, node.is_mapped, node.overlay_endpoint

@@ -31,14 +31,12 @@ from zero2all.elastic.addresses import (
     is_local_address,
     resolve_endpoint,
 )
-from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.job_secret import find_secret, new_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
-from zero2all.elastic.node_stragglers import SharedClock
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.overlay import CONNECT_TIMEOUT as OVERLAY_TIMEOUT
 from zero2all.elastic.overlay import WireGuardOverlay
-from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport
-from zero2all.elastic.pair_test_process import run_pair_test
+from zero2all.elastic.pair_test import DEVICE_TIMEOUT, REPORT_MARGIN, NextTurn, TurnReport, run_pair_test
 from zero2all.elastic.reach_check import ReachCheck, ReachReport
 from zero2all.elastic.rendezvous_client import JobEndedError, RendezvousClient, RendezvousStore
 from zero2all.elastic.rendezvous_messages import (
@@ -55,6 +53,7 @@ from zero2all.elastic.rendezvous_messages import (
 )
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
+from zero2all.elastic.stragglers import SharedClock
 from zero2all.errors import UsageError, Z2aError
 from zero2all.network import interface_addresses
 from zero2all.records import parse_record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import secrets
 import socket
 import threading
 import time
@@ -21,8 +20,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zero2all.connection import Address, Connection, TamperedError, UnknownServiceError, WrongKeyError, connect
 from zero2all.console import say
+from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.rendezvous_messages import (
+    HEARTBEAT_INTERVAL,
+    SERVICE,
     AddToValue,
     Attach,
     CheckKeys,
@@ -32,33 +35,15 @@ from zero2all.elastic.rendezvous_messages import (
     Request,
     ServerMessage,
     SetValues,
-    WaitForKeys,
-)
-from zero2all.elastic.rendezvous_protocol import (
-    CONNECT_TIMEOUT,
-    HEARTBEAT_INTERVAL,
-    MAGIC,
-    MAX_NAME_BYTES,
-    RETRY_INTERVAL,
 )
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import (
-    LENGTH_BYTES,
-    MAC_BYTES,
-    NONCE_BYTES,
-    WELCOME,
-    SignedSession,
-    TamperedError,
-    client_proof,
-    frame_length,
-    receive_exactly,
-    verify,
-)
-from zero2all.records import parse_record
 from zero2all.torch_private import Store
 
+CONNECT_TIMEOUT = 10.0  # seconds for one attempt to connect, and for each message of its handshake
+FIRST_WORDS = 5.0  # seconds without a connection after which a node says so
+RETRY_INTERVAL = 0.5  # seconds between two attempts to connect
 SUSPENDED_AFTER = 5 * HEARTBEAT_INTERVAL  # seconds without running after which silence proves nothing
 WAIT_INTERVAL = 0.5  # seconds between two looks at what may interrupt a wait
 STORE_TIMEOUT = timedelta(seconds=300)
@@ -105,7 +90,7 @@ class RendezvousClient:
         self._pending: dict[int, PendingReply] = {}
         self._lost_reason: str | None = None
         self._ending = threading.Event()
-        self._socket, self._session = self._connect(secret.encode())
+        self._connection = self._connect(secret.encode())
         self._last_heard = time.monotonic()
         threading.Thread(target=self._read_loop, name="z2a-rendezvous-read", daemon=True).start()
 
@@ -120,8 +105,7 @@ class RendezvousClient:
             self._number += 1
             self._pending[self._number] = pending
             try:
-                message = {"id": self._number, "op": request.operation, **asdict(request)}
-                self._socket.sendall(self._session.seal(message))
+                self._connection.send({"id": self._number, "op": type(request).__name__, **asdict(request)})
             except OSError as error:
                 self._mark_lost(str(error))
                 raise RendezvousConnectionError(str(error)) from None
@@ -159,60 +143,48 @@ class RendezvousClient:
         self._ending.set()
         self._mark_lost("closed by this node")
 
-    def _connect(self, secret: bytes) -> tuple[socket.socket, SignedSession]:
+    def _connect(self, secret: bytes) -> Connection:
         host, _, port = self.endpoint.rpartition(":")
-        begin, logged = time.monotonic(), False
-        deadline = begin + self.patience
+        address, begin, logged = Address(host.strip("[]"), int(port)), time.monotonic(), False
+        deadline, timeout = begin + self.patience, max(1.0, min(CONNECT_TIMEOUT, self.patience))
         while True:
             try:
-                timeout = max(1.0, min(CONNECT_TIMEOUT, self.patience))
-                found = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout)
-                found.settimeout(max(1.0, self.patience))
-                try:
-                    return found, self._handshake(found, secret)
-                except BaseException:
-                    found.close()
-                    raise
+                found = connect(address, SERVICE, secret, timeout)
+                found.socket.settimeout(None)
+                return found
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise RendezvousConnectionError(f"{self.endpoint} does not answer ({error})") from None
-                if not logged and time.monotonic() > begin + CONNECT_TIMEOUT:
+                if not logged and time.monotonic() > begin + FIRST_WORDS:
                     logged = True
                     say(
                         f"this node ({socket.gethostname()}) cannot reach the rendezvous at {self.endpoint} (TCP): "
                         f"{error}; trying for {self.patience:.0f} s. Is it running, and is the port open from here?"
                     )
+            except TamperedError as error:
+                raise self._explain(error) from None
             time.sleep(RETRY_INTERVAL)
 
-    def _handshake(self, found: socket.socket, secret: bytes) -> SignedSession:
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = receive_exactly(found, len(MAGIC) + NONCE_BYTES)
-        if not greeting.startswith(MAGIC):
-            raise UsageError(
-                f"something else than a rendezvous of this version of zero2all answers at {self.endpoint}: "
-                "check --rdzv-endpoint, and that every machine has the same version"
-            )
-        theirs, mine = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        name = socket.gethostname().encode()[:MAX_NAME_BYTES]
-        found.sendall(mine + bytes([len(name)]) + name + client_proof(secret, theirs, mine, name))
-        address = found.getsockname()[0]
-        if receive_exactly(found, 1) != WELCOME:
-            raise WrongSecretError(
-                f"node {socket.gethostname()} ({address}) was refused by the rendezvous {self.endpoint}: wrong job "
-                f"secret: copy the secret file from the machine that hosts it (--secret-file), or set "
-                f"{JOB_SECRET_VARIABLE}"
-            )
-        if not verify(secret, receive_exactly(found, MAC_BYTES), b"server", theirs, mine):
-            raise WrongSecretError(f"what answers at {self.endpoint} does not know the job secret: it is not trusted")
-        found.settimeout(None)
-        return SignedSession(secret, theirs, mine, is_server=False)
+    def _explain(self, error: TamperedError) -> UsageError:
+        match error:
+            case UnknownServiceError():
+                return UsageError(
+                    f"something else than a rendezvous of this version of zero2all answers at {self.endpoint}: "
+                    "check --rdzv-endpoint, and that every machine has the same version"
+                )
+            case WrongKeyError():
+                return WrongSecretError(
+                    f"node {socket.gethostname()} ({local_address_for(self.endpoint)}) was refused by the rendezvous "
+                    f"{self.endpoint}: wrong job secret: copy the secret file from the machine that hosts it "
+                    f"(--secret-file), or set {JOB_SECRET_VARIABLE}"
+                )
+            case _:
+                return WrongSecretError(f"{error}: it is not trusted")
 
     def _read_loop(self) -> None:
         try:
             while True:
-                length = frame_length(receive_exactly(self._socket, LENGTH_BYTES))
-                received = self._session.open(receive_exactly(self._socket, length))
-                message = parse_record(ServerMessage, received, "message")
+                message = self._connection.receive(ServerMessage)
                 self._last_heard = time.monotonic()
                 if message.status is not None:
                     self._update_status(message.status)
@@ -248,9 +220,7 @@ class RendezvousClient:
 
     def _mark_lost(self, why: str) -> None:
         self._lost_reason = self._lost_reason or why
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._connection.close()
         for pending in list(self._pending.values()):
             pending.arrived.set()
         self._pending.clear()
@@ -292,7 +262,7 @@ class RendezvousStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [base64.b64decode(value) for value in self._wait_for_keys(GetValues, keys, self.timeout)]
+        return self._wait_for_values(keys, self.timeout)
 
     def add(self, key: str, value: int) -> int:
         return int(self._client.request(AddToValue(key, value)))
@@ -301,7 +271,7 @@ class RendezvousStore(Store):
         return bool(self._client.request(CheckKeys(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait_for_keys(WaitForKeys, keys, timeout or self.timeout)
+        self._wait_for_values(keys, timeout or self.timeout)
 
     def wait_unless(self, keys: list[str], seconds: float, is_interrupted: Callable[[], bool]) -> bool:
         """Whether they are set in time, and nothing has interrupted the wait."""
@@ -314,10 +284,11 @@ class RendezvousStore(Store):
                 continue
         return False
 
-    def _wait_for_keys(self, request: type[GetValues | WaitForKeys], keys: list[str], timeout: timedelta) -> Any:
+    def _wait_for_values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         seconds = timeout.total_seconds()
         try:
-            return self._client.request(request(keys, seconds), timeout=seconds + self._client.patience)
+            values = self._client.request(GetValues(keys, seconds), timeout=seconds + self._client.patience)
+            return [base64.b64decode(value) for value in values]
         except RendezvousTimeoutError as error:
             raise DistStoreError(str(error)) from None  # as torch's own stores
 

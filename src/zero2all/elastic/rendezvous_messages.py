@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
-from zero2all.elastic.node_stragglers import ArrivalReport
 from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
+from zero2all.elastic.stragglers import ArrivalReport
+
+SERVICE = "rendezvous"
+HEARTBEAT_INTERVAL = 2.0  # seconds between two heartbeats of a node
 
 
 @dataclass(frozen=True)
 class Request:
-    operation: ClassVar[str]
-    """Sent as ``op``, beside the fields."""
+    """What a client asks. The name of its class is sent as ``op``, beside the fields."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,6 @@ class OwnNode:
 class Enter(Request):
     """A node registers; from now on it receives the status."""
 
-    operation = "enter"
     job: str
     rules: RendezvousSettings
     node: OwnNode
@@ -42,7 +43,6 @@ class Enter(Request):
 class Attach(Request):
     """A rank of the job wants to use its key-value store."""
 
-    operation = "attach"
     job: str
 
 
@@ -50,24 +50,22 @@ class Attach(Request):
 class JoinNextRound(Request):
     """The answer is a ``RankAssignment``, once the round forms."""
 
-    operation = "wait"
     port: int
     failed: bool
 
 
 @dataclass(frozen=True)
 class Ping(Request):
-    operation = "beat"
+    """The heartbeat of a node."""
 
 
 @dataclass(frozen=True)
 class Leave(Request):
-    operation = "leave"
+    """The ranks of a node have saved and ended."""
 
 
 @dataclass(frozen=True)
 class Close(Request):
-    operation = "close"
     outcome: Outcome
 
 
@@ -75,7 +73,6 @@ class Close(Request):
 class ReportFailure(Request):
     """The answer is a ``FailureAnswer``."""
 
-    operation = "fail"
     facts: FailureFacts
 
 
@@ -83,7 +80,6 @@ class ReportFailure(Request):
 class ReportTestTurn(Request):
     """The answer is a ``NextTurn``, once all nodes have reported theirs."""
 
-    operation = "test"
     report: TurnReport
 
 
@@ -91,20 +87,16 @@ class ReportTestTurn(Request):
 class ReadClock(Request):
     """The answer is the time at the rendezvous, in seconds since 1970."""
 
-    operation = "clock"
-
 
 @dataclass(frozen=True)
 class ReportArrivals(Request):
     """The answer is a warning about a slow node, or None."""
 
-    operation = "arrivals"
     report: ArrivalReport
 
 
 @dataclass(frozen=True)
 class SetValues(Request):
-    operation = "set"
     values: dict[str, str]
     """In base64."""
 
@@ -113,34 +105,23 @@ class SetValues(Request):
 class GetValues(Request):
     """Waits until all keys are set."""
 
-    operation = "get"
-    keys: list[str]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class WaitForKeys(Request):
-    operation = "until"
     keys: list[str]
     seconds: float
 
 
 @dataclass(frozen=True)
 class AddToValue(Request):
-    operation = "add"
     key: str
     amount: int
 
 
 @dataclass(frozen=True)
 class CheckKeys(Request):
-    operation = "check"
     keys: list[str]
 
 
 @dataclass(frozen=True)
 class DeleteKey(Request):
-    operation = "delete"
     key: str
 
 
@@ -153,26 +134,8 @@ class RequestHead:
 
 
 @dataclass(frozen=True)
-class Reply:
-    id: int | None
-    value: Any
-
-
-@dataclass(frozen=True)
-class ErrorReply:
-    id: int | None
-    error: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class StatusChange:
-    status: RendezvousStatus
-
-
-@dataclass(frozen=True)
 class ServerMessage:
-    """One of the three above, as the client reads it."""
+    """The answer to the request ``id``, or a new status. What is None is not sent."""
 
     id: int | None = None
     value: Any = None

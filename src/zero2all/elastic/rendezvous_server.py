@@ -1,56 +1,58 @@
-"""The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store."""
+"""The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store.
+
+It does not import torch, which takes 200 MB: ``z2a rendezvous`` runs on a machine of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import json
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from zero2all.connection import LENGTH_BYTES, Connection, Server, SignedSession, TamperedError, frame_length
 from zero2all.console import say
-from zero2all.elastic.island_messages import (
+from zero2all.elastic.addresses import DEFAULT_PORT, LOOPBACK, default_address
+from zero2all.elastic.island_quorum import (
+    Answer,
     EnterIslands,
+    IslandTakenError,
     LeaveIslands,
     ReadyToExchange,
     ReportExchange,
     StartIsland,
 )
-from zero2all.elastic.island_quorum import Answer, IslandTakenError
 from zero2all.elastic.island_server import IslandSeat, IslandTraining, WaitingRequest, take_seat
+from zero2all.elastic.job_secret import find_secret
 from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
+    SERVICE,
     AddToValue,
     Attach,
     CheckKeys,
     Close,
     DeleteKey,
     Enter,
-    ErrorReply,
     GetValues,
     JoinNextRound,
     Leave,
     Ping,
     ReadClock,
-    Reply,
     ReportArrivals,
     ReportFailure,
     ReportTestTurn,
     Request,
     RequestHead,
+    ServerMessage,
     SetValues,
-    StatusChange,
-    WaitForKeys,
 )
-from zero2all.elastic.rendezvous_protocol import MAGIC, printable_name
 from zero2all.elastic.rendezvous_state import (
     FailureAnswer,
     Node,
@@ -59,27 +61,11 @@ from zero2all.elastic.rendezvous_state import (
     RendezvousStatus,
 )
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import (
-    LENGTH_BYTES,
-    MAC_BYTES,
-    NONCE_BYTES,
-    REFUSED,
-    WELCOME,
-    SignedSession,
-    TamperedError,
-    client_proof,
-    frame_length,
-    server_proof,
-)
 from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to authenticate
-MAX_UNAUTHENTICATED = 1024  # at a time
 TICK_INTERVAL = 0.1
 ADVANCE_DELAY = 2e-5  # seconds for each node that a job's next decision is put off, for others that arrive meanwhile
-BACKLOG = 4096
-WARNING_INTERVAL = 60.0  # seconds between two warnings about the same address
 
 
 class RequestError(Exception):
@@ -135,7 +121,7 @@ class Peer:
     seat: IslandSeat | None = None
     """If it is the connection of an island."""
 
-    def send(self, message: Reply | ErrorReply) -> None:
+    def send(self, message: ServerMessage) -> None:
         self.send_encoded(_encode(message))
 
     def send_encoded(self, message: bytes) -> None:
@@ -143,7 +129,7 @@ class Peer:
             self.writer.write(self.session.seal_encoded(message))
 
 
-class RendezvousServer:
+class RendezvousServer(Server):
     """
     >>> server = RendezvousServer("10.0.0.1", 29500, secret)
     >>> server.start()  # in a separate thread
@@ -152,55 +138,28 @@ class RendezvousServer:
     """
 
     def __init__(self, address: str, port: int, secret: str) -> None:
-        """Binds only that address."""
-        self._secret = secret.encode()
-        self._socket = _listen(address, port)
-        self.port: int = self._socket.getsockname()[1]
-        self.endpoint = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+        raise_descriptor_limit()  # one connection for each node
+        super().__init__(address, port, SERVICE, secret.encode())
+        self.endpoint = str(self.address)
         self._jobs: dict[str, RendezvousJob] = {}
         self._excluded: dict[str, dict[NodeKey, ExcludedNode]] = {}
         """By job: a job that ends and starts again keeps them."""
         self._trainings: dict[str, IslandTraining] = {}
         self._peers: set[Peer] = set()
-        self._unauthenticated = 0
-        self._warned_at: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._ready = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.serve, name="z2a-rendezvous", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    def stop(self) -> None:
-        """Flushes what was sent."""
-        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._thread is not None:
-            self._thread.join(5)
+    def report(self, text: str) -> None:
+        say(f"rendezvous: {text}")
 
     def has_nodes(self) -> bool:
         return any(job.peers for job in list(self._jobs.values()))
 
-    def serve(self) -> None:
-        """Until ``stop`` is called."""
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._accept, sock=self._socket, backlog=BACKLOG)
-        self._ready.set()
+    async def run(self) -> None:
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._stopping.wait()
+            await super().run()
         finally:
             ticker.cancel()
-            server.close()
-            for peer in list(self._peers):
+            for peer in list(self._peers):  # flushes what was sent
                 with suppress(OSError, asyncio.TimeoutError):
                     await asyncio.wait_for(peer.writer.drain(), 1)
                 peer.writer.close()
@@ -213,52 +172,21 @@ class RendezvousServer:
             for training in self._trainings.values():
                 training.advance()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = str((writer.get_extra_info("peername") or ("?",))[0])
-        peer: Peer | None = None
+    async def attend(self, client: Connection) -> None:
+        reader, writer = await asyncio.open_connection(sock=client.socket)
+        peer = Peer(client.name, client.host, client.session, writer)
+        self._peers.add(peer)
         try:
-            if self._unauthenticated >= MAX_UNAUTHENTICATED:
-                raise OSError("too many unauthenticated connections")
-            self._unauthenticated += 1
-            try:
-                peer = await asyncio.wait_for(self._handshake(reader, writer, address), HANDSHAKE_TIMEOUT)
-            finally:
-                self._unauthenticated -= 1
-            if peer is not None:
-                self._peers.add(peer)
-                await self._read_requests(reader, peer)
+            await self._read_requests(reader, peer)
         except TamperedError as error:
-            self._warn_once(address, f"{peer.name if peer else 'a client'} ({address}) sent {error}: disconnected")
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # disconnected, or never authenticated, or the server ends: then Python would print a traceback
+            self.warn_once(client.host, f"{client.name} ({client.host}) sent {error}: disconnected")
+        except (OSError, EOFError):
+            pass  # disconnected
         finally:
-            if peer is not None:
-                self._peers.discard(peer)
-                self._disconnect(peer, gracefully=False)
+            self._peers.discard(peer)
+            self._disconnect(peer, gracefully=False)
             with suppress(OSError):
                 writer.close()
-
-    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> Peer | None:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(MAGIC + nonce)
-        theirs = await reader.readexactly(NONCE_BYTES)
-        name = await reader.readexactly((await reader.readexactly(1))[0])
-        proof = await reader.readexactly(MAC_BYTES)
-        if not hmac.compare_digest(proof, client_proof(self._secret, nonce, theirs, name)):
-            self._warn_once(address, f"node {printable_name(name)} ({address}) was refused: wrong job secret")
-            writer.write(REFUSED)
-            await writer.drain()
-            return None
-        writer.write(WELCOME + server_proof(self._secret, nonce, theirs))
-        return Peer(printable_name(name), address, SignedSession(self._secret, nonce, theirs, is_server=True), writer)
-
-    def _warn_once(self, address: str, text: str) -> None:
-        now = time.monotonic()
-        if now - self._warned_at.get(address, -WARNING_INTERVAL) >= WARNING_INTERVAL:
-            if len(self._warned_at) >= MAX_UNAUTHENTICATED:
-                self._warned_at.clear()
-            self._warned_at[address] = now
-            say(f"rendezvous: {text}")
 
     async def _read_requests(self, reader: asyncio.StreamReader, peer: Peer) -> None:
         while True:
@@ -278,16 +206,15 @@ class RendezvousServer:
             if head.op not in _REQUESTS:
                 raise RequestError("usage", f"unknown request {head.op!r}: is this node of another version?")
             request = parse_record(_REQUESTS[head.op], message, head.op)
-            if (handler := _HANDLERS.get(type(request))) is not None:
-                peer.send(Reply(head.id, handler(self, peer, request)))
-                return
-            task = asyncio.create_task(self._answer_later(peer, head.id, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            answer = _HANDLERS[type(request)](self, peer, request)
+            if isinstance(answer, Coroutine):
+                self.keep(asyncio.create_task(self._answer_later(peer, head.id, answer)))
+            else:
+                peer.send(ServerMessage(head.id, answer))
 
-    async def _answer_later(self, peer: Peer, id: int | None, request: Request) -> None:
+    async def _answer_later(self, peer: Peer, id: int | None, answer: Coroutine[Any, Any, object]) -> None:
         with _errors_answered(peer, lambda: id):
-            peer.send(Reply(id, await _WAITING_HANDLERS[type(request)](self, peer, request)))
+            peer.send(ServerMessage(id, await answer))
 
     def _disconnect(self, peer: Peer, gracefully: bool) -> None:
         if peer.job is not None and peer.node is not None:
@@ -324,7 +251,7 @@ class RendezvousServer:
                 waiting.set_result(assignment)
         status = job.state.status()
         if status != job.status:
-            job.status, encoded = status, _encode(StatusChange(status))
+            job.status, encoded = status, _encode(ServerMessage(status=status))
             for peer in job.peers.values():
                 peer.send_encoded(encoded)
         for id in job.peers.keys() - job.state.nodes.keys():  # silent for too long
@@ -357,7 +284,7 @@ class RendezvousServer:
         job.state.register(node, time.monotonic())
         job.peers[peer.node] = peer
         if job.status != RendezvousStatus():
-            peer.send_encoded(_encode(StatusChange(job.status)))
+            peer.send_encoded(_encode(ServerMessage(status=job.status)))
         return peer.node
 
     def _attach(self, peer: Peer, request: Attach) -> None:
@@ -439,9 +366,6 @@ class RendezvousServer:
         job.set_value(request.key, str(total).encode())
         return total
 
-    async def _wait_for_keys(self, peer: Peer, request: WaitForKeys) -> None:
-        await _job_of(peer).wait_for_keys(request.keys, request.seconds)
-
     def _check(self, peer: Peer, request: CheckKeys) -> bool:
         return all(key in _job_of(peer).values for key in request.keys)
 
@@ -482,21 +406,18 @@ _HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], object]] 
     DeleteKey: RendezvousServer._delete,
     EnterIslands: RendezvousServer._enter_islands,
     LeaveIslands: RendezvousServer._leave_islands,
-}
-_WAITING_HANDLERS: dict[type[Request], Callable[[RendezvousServer, Peer, Any], Awaitable[object]]] = {
     JoinNextRound: RendezvousServer._join_next_round,
     GetValues: RendezvousServer._get,
-    WaitForKeys: RendezvousServer._wait_for_keys,
     ReportTestTurn: RendezvousServer._report_test_turn,
     StartIsland: RendezvousServer._answer_island,
     ReadyToExchange: RendezvousServer._answer_island,
     ReportExchange: RendezvousServer._answer_island,
 }
-_REQUESTS = {request.operation: request for request in (*_HANDLERS, *_WAITING_HANDLERS)}
+_REQUESTS = {request.__name__: request for request in _HANDLERS}
 
 
-def _encode(message: Reply | ErrorReply | StatusChange) -> bytes:
-    return json.dumps(asdict(message)).encode()
+def _encode(message: ServerMessage) -> bytes:
+    return json.dumps({name: value for name, value in asdict(message).items() if value is not None}).encode()
 
 
 @contextmanager
@@ -505,11 +426,11 @@ def _errors_answered(peer: Peer, id: Callable[[], int | None]) -> Iterator[None]
     try:
         yield
     except RequestError as error:
-        peer.send(ErrorReply(id(), str(error), error.kind))
+        peer.send(ServerMessage(id(), error=str(error), kind=error.kind))
     except UsageError as error:
-        peer.send(ErrorReply(id(), str(error), "usage"))
+        peer.send(ServerMessage(id(), error=str(error), kind="usage"))
     except (ArithmeticError, LookupError, ValueError, Z2aError) as error:
-        peer.send(ErrorReply(id(), f"malformed request ({error})", "usage"))
+        peer.send(ServerMessage(id(), error=f"malformed request ({error})", kind="usage"))
 
 
 def _describe_exclusion(entry: ExcludedNode) -> str:
@@ -528,16 +449,19 @@ def _format_node_counts(counts: tuple[int, ...]) -> str:
     return " or ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    raise_descriptor_limit()  # one connection for each node
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret_file: Path | None = None) -> None:
+    """Serve the rendezvous until this process is ended. Without ``listen``, for this machine alone."""
+    secret, path = find_secret(secret_file, make=True)
+    address = LOOPBACK if listen is None else listen
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(BACKLOG)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+        server = RendezvousServer(address, port, secret)
+    except OSError as error:
+        raise Z2aError(
+            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try --port or --listen"
+        ) from None
+    say(f"nodes meet at {server.endpoint}; Ctrl-C ends it")
+    if listen is None:
+        say(f"only this machine reaches it: for other nodes, start it with --listen {default_address()}")
+    where = "the variable Z2A_JOB_SECRET" if path is None else f"{path} (mode 0600)"
+    say(f"the job secret is in {where}: every node needs it, in the same place, by --secret-file or Z2A_JOB_SECRET")
+    server.serve()

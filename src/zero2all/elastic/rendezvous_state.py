@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from zero2all.elastic.job_events import JobEvent
 from zero2all.elastic.node_exclusion import (
     ExcludedNode,
     ExclusionRule,
     FailureFacts,
     FailureHistory,
     NodeKey,
+    StragglerPolicy,
 )
-from zero2all.elastic.node_policy import StragglerPolicy
-from zero2all.elastic.node_stragglers import CHECKS_TO_CONFIRM, ArrivalReport, StragglerWatch
+from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.pair_test import NextTurn, PairTest, TurnReport
+from zero2all.elastic.stragglers import CHECKS_TO_CONFIRM, ArrivalReport, StragglerWatch
 from zero2all.errors import UsageError
 
 Outcome = Literal["done", "failed"]

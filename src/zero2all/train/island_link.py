@@ -1,6 +1,6 @@
 """How islands reach each other: each rank pulls what it needs from its counterparts on the other islands.
 
-Connections are those of ``checkpoint.peer_connection``: both sides prove that they know the secret, and every block is
+Connections are those of ``checkpoint.peers``: both sides prove that they know the secret, and every block is
 signed. There is no process group over islands, which a lost one could hang.
 """
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from zero2all.checkpoint import RankGroup
-from zero2all.checkpoint.peer_connection import Address, PeerConnection, connect
-from zero2all.checkpoint.peer_server import PeerServer
+from zero2all.checkpoint.peers import PeerServer, connect_peer
+from zero2all.connection import Address, Connection, TamperedError
 from zero2all.console import say
 from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.island_client import GivenUpError, IslandClient
-from zero2all.elastic.island_messages import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
+from zero2all.elastic.island_quorum import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
 from zero2all.errors import Interrupted, Z2aError
-from zero2all.network import TamperedError
 
 FETCH_TIMEOUT = 5.0  # seconds without a byte after which a part counts as out of reach
 POLL_INTERVAL = 0.2  # seconds between two requests for a state that is not there yet
@@ -107,7 +106,7 @@ class PartServer(PeerServer):
     def withdraw(self, kind: Kind) -> None:
         self._parts.pop(kind, None)
 
-    def answer(self, peer: PeerConnection) -> None:
+    def answer(self, peer: Connection) -> None:
         request = peer.receive(PartRequest)
         exchange, step, data = self._parts.get(request.kind, (None, 0, torch.empty(0, dtype=torch.uint8)))
         if exchange != request.exchange:
@@ -121,7 +120,7 @@ def fetch_part(
     address: Address, secret: bytes, request: PartRequest, size: int, on_block: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, int] | None:
     """The bytes, and the step of a state; None if they are not there yet. ``on_block`` is called while they arrive."""
-    with connect(address, secret, FETCH_TIMEOUT, FETCH_TIMEOUT) as peer:
+    with connect_peer(address, secret, FETCH_TIMEOUT, FETCH_TIMEOUT) as peer:
         peer.send(request)
         reply = peer.receive(PartReply)
         if not reply.is_there:

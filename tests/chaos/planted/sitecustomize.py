@@ -39,7 +39,7 @@ def keep_replicas_at_home(module: ModuleType) -> None:
 
 MISTAKES: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
     "ignore_histories": ("zero2all.checkpoint.restore", ignore_histories),
-    "keep_replicas_at_home": ("zero2all.checkpoint.replica_placement", keep_replicas_at_home),
+    "keep_replicas_at_home": ("zero2all.checkpoint.replicas", keep_replicas_at_home),
 }
 
 
