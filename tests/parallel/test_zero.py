@@ -18,8 +18,7 @@ from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
-from zero2all.train.optimizer_files import MOMENTS, map_optimizer_state
+from zero2all.train.optimizer import MOMENTS, build_optimizers, map_optimizer_state, set_learning_rate
 
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
@@ -206,7 +205,7 @@ def offload(directory: Path, world: int) -> dict[str, list[bool]]:
         state_dict_saver.save(plain.state(), checkpoint_id=checkpoint)
         expected_losses.append(plain.step(1))
         same = []
-        for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 1)):
+        for sizes, first in ((CPU, 0), ({"offload": directory}, 0), ({"offload": directory}, 1)):
             run = Run({**layout, **sizes}, world, seed=3 if first == 0 else 4)
             if first:
                 run.load(checkpoint)
@@ -214,7 +213,7 @@ def offload(directory: Path, world: int) -> dict[str, list[bool]]:
             end, expected = run.local_tensors(), plain.local_tensors()
             equal = all(tensor.equal(end[name]) for name, tensor in expected.items())
             same.append(equal and end.keys() == expected.keys() and losses == expected_losses[first:])
-            assert all(is_in_file(tensor) == ("offload_dir" in sizes) for tensor in run.moments())
+            assert all(is_in_file(tensor) == (sizes is not CPU) for tensor in run.moments())
         found[name] = same
     return found
 

@@ -37,6 +37,7 @@ MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
 SMALL_FILE_BYTES = 256_000  # below, files share a part
 GROUP_BYTES = 8_000_000  # of small files in a part
 # The files of a part together, which are one large file or small ones of 8 MB: as those of a file, but from 4 GiB on.
+UNCHECKED_BYTES = 64 * 2**30  # of records of a source before the ratio is checked
 PART_LIMITS = ReadLimits(ratio_check_bytes=4 * 2**30)
 OVER_BUDGET = "its source unpacks to more than corpus.max_compression_ratio allows"
 GROUP_FILES, MAX_GROUP_FILES = 256, 2048  # small files in a part: on average, and at most
@@ -124,7 +125,7 @@ class ExpansionBudget:
         stored: Counter[str] = Counter()
         for task in tasks:
             stored[task.source.name] += task.bytes
-        self._allowed = {name: max(recipe.ratio_check_bytes, self._ratio * size) for name, size in stored.items()}
+        self._allowed = {name: max(UNCHECKED_BYTES, self._ratio * size) for name, size in stored.items()}
         self._unpacked: Counter[str] = Counter()
         for name in stored:  # of a build that was stopped; the budget may be another one now
             budget_marker(directory, name).unlink(missing_ok=True)
@@ -135,9 +136,8 @@ class ExpansionBudget:
         if before <= allowed < self._unpacked[part.source]:
             write_text(budget_marker(self._directory, part.source), "")
             warn(
-                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, which is "
-                f"{self._ratio:g} times its size or corpus.ratio_check_bytes; the rest of it is not read. If you trust "
-                "the data, raise corpus.max_compression_ratio"
+                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, {self._ratio:g} times "
+                "its size; the rest of it is not read. If you trust the data, raise corpus.max_compression_ratio"
             )
 
 
