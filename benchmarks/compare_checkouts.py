@@ -72,6 +72,11 @@ class Checkout:
         command = ("train", self.recipe, f"out={out}", *case.changes)
         self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--nproc-per-node", case.ranks, "--", *command)
 
+    def sample(self, run: Path) -> str:
+        before_chat = (self.path / "src/zero2all/cli/profile.py").exists()  # it was a command of its own
+        command = "generate" if before_chat else "chat"
+        return self.z2a(command, run, "--prompt", "ab", "--max-tokens", 12, "--temperature", 0, "--top-k", 0)
+
 
 def write_text(directory: Path) -> None:
     """Two sources of words, drawn so that a few steps already learn something."""
@@ -153,10 +158,9 @@ def resumed(old: Checkout, new: Checkout, case: Case, out: Path) -> list[str]:
     shutil.rmtree(last)
     new.train(case, copy)
     found = differences({last.name: digests(out / "run/checkpoints" / last.name)}, {last.name: digests(last)})
-    sample = ("--prompt", "ab", "--max-tokens", 12, "--temperature", 0)
-    if old.z2a("generate", out / "run", *sample) != new.z2a("generate", out / "run", *sample):
-        found.append("generate: another text")
-    new.z2a("report", out / "run", "--html", new.work / f"{out.name}.html")
+    if old.sample(out / "run") != new.sample(out / "run"):
+        found.append("chat --prompt: another text")
+    new.z2a("watch", out / "run", "--html", new.work / f"{out.name}.html")
     return found
 
 

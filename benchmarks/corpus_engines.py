@@ -71,8 +71,8 @@ def main() -> None:
     write_input(texts, options.work / "raw", options.megabytes * 1_000_000, FILE_BYTES)
     write_input(texts, options.work / "first", 8 * FIRST_BYTES, FIRST_BYTES)
     for engine in options.engines:
-        small = build(options.work, options.work / "first", "--engine", engine)
-        large = build(options.work, options.work / "raw", "--engine", engine)
+        small = build(options.work, options.work / "first", *(["--ray", "auto"] if engine == "ray" else []))
+        large = build(options.work, options.work / "raw", *(["--ray", "auto"] if engine == "ray" else []))
         metrics = {"first_part_seconds": small["first_part_seconds"], "seconds": large["seconds"]}
         speed = round(options.megabytes / large["seconds"], 1)
         show_json({"engine": engine, **metrics, "mb_per_second": speed})

@@ -1,4 +1,4 @@
-"""Memory that `z2a plan` predicts against what the memory tracker of `z2a profile` measures in a step, on CPU ranks.
+"""Memory that `z2a plan` predicts against what the tracker of `z2a bench profile` measures in a step, on CPU ranks.
 
     OMP_NUM_THREADS=1 python -m benchmarks plan_memory
 

@@ -289,7 +289,7 @@ class SlowLink:
         """The rendezvous, then a launcher on every node, each on a core of its own."""
         environment = {**os.environ, JOB_SECRET_VARIABLE: new_secret(), "OMP_NUM_THREADS": "1"}
         z2a, endpoint = [sys.executable, "-m", "zero2all.cli"], f"{login.ip}:{PORT}"
-        commands = [login.command(*z2a, "rendezvous", "--port", str(PORT), "--listen", login.ip)]
+        commands = [login.command(*z2a, "launch", "--rendezvous-only", "--rdzv-listen", f"{login.ip}:{PORT}")]
         for number, node in enumerate(nodes):
             if is_island:
                 place = ["--island", str(number), "--islands-endpoint", endpoint]

@@ -29,7 +29,7 @@ def run(*words: str, **settings: str) -> str:
 
 
 def test_libgomp_has_read_it_when_torch_is_imported() -> None:
-    said = run("-m", "zero2all.cli", "model", "show", "z2all-3m", OMP_DISPLAY_ENV="VERBOSE")
+    said = run("-m", "zero2all.cli", "plan", "z2all-3m", OMP_DISPLAY_ENV="VERBOSE")
     if "GOMP_SPINCOUNT" not in said:
         pytest.skip("torch has another OpenMP here")
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in said

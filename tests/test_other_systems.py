@@ -84,9 +84,9 @@ def test_a_run_without_linux_has_the_same_losses_after_a_stop(workspace: Path, t
         ["train", str(recipe)],
         ["ckpt", "ls", str(out)],
         ["eval", "loss", str(out)],
-        ["generate", str(out), "--prompt", "the model", "--max-tokens", "4"],
+        ["chat", str(out), "--prompt", "the model", "--max-tokens", "4"],
         ["export", str(out), "--to", f"{out}/hf"],
-        ["report", str(out), "--html", f"{out}/report.html"],
+        ["watch", str(out), "--html", f"{out}/report.html"],
         ["launch", "--procs", "2", "--", "train", str(recipe)],
     ]
     statuses, printed = results(without_linux(tmp_path, [RUN_COMMANDS, json.dumps(commands)]))
@@ -114,7 +114,7 @@ def test_the_quickstart_and_the_checks_run_without_linux(workspace: Path, tmp_pa
         ["quickstart", "--out", str(first), "--corpus", str(raw / "zh"), *TINY[:-1], "corpus.filters=[]"],
         ["watch", str(first), "--once"],
         ["corpus", "build", str(recipe), "--workers", "2"],
-        ["rendezvous"],
+        ["launch", "--rendezvous-only"],
     ]
     statuses, printed = results(without_linux(tmp_path, [RUN_COMMANDS, json.dumps(commands)]))
     assert statuses == [0, 0, 0, 0, 2], printed

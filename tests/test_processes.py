@@ -191,7 +191,7 @@ def test_a_corpus_build(tmp_path: Path, number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_corpus_build_on_ray(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("ray")
-    command = z2a("corpus", "build", str(write_sources(tmp_path / "raw")), "--engine", "ray")
+    command = z2a("corpus", "build", str(write_sources(tmp_path / "raw")), "--ray", "auto")
     command.until(lambda: any(tmp_path.glob("documents.work/parts/*.json")))
     command.ends(number, 1)
 

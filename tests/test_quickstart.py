@@ -98,7 +98,7 @@ def test_what_to_do_next_are_commands_for_this_run() -> None:
     assert "\nTom▸ sat.\n" in text
     assert "stories: 94 % of sentences parse, 61 % of stories are consistent, 75 % of sums are right" in text
     assert "z2a watch out " in text
-    assert "z2a report out --html " in text
+    assert "z2a watch out --html " in text
     assert "z2a train out model.num_hidden_layers=3 --name deeper " in text
     assert "z2a compare out/run out/deeper " in text
     assert "z2a train out train.steps=1200 --extend rewarm " in text

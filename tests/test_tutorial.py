@@ -141,7 +141,7 @@ CHECKS = {
     "z2a quickstart": check_quickstart,
     "z2a compare": check_comparison,
     "--extend": check_extension,
-    "z2a generate": check_generation,
+    "--prompt": check_generation,
     "z2a eval stories": check_stories,
     "z2a export": check_export,
 }

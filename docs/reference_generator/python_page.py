@@ -21,7 +21,7 @@ PACKAGES = (
     "zero2all.track", "zero2all.evals", "zero2all.experiments", "zero2all.generation", "zero2all.sandbox",
     "zero2all.storyworld",
 )  # fmt: skip
-COMMANDS_OF = {"zero2all.elastic": "`z2a launch` and `z2a rendezvous`", "zero2all.doctor": "`z2a doctor`"}
+COMMANDS_OF = {"zero2all.elastic": "`z2a launch`", "zero2all.doctor": "`z2a doctor`"}
 MAX_LINE = 100  # characters of a signature or value on one line
 PYTHON_INTRODUCTION = """\
 The names that each package exports. Import them from the package: `from zero2all.recipe import load_recipe`. Every

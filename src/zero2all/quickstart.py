@@ -321,8 +321,8 @@ def summary_text(result: QuickstartResult) -> str:
     deeper = f"model.num_hidden_layers={result.layers + 1} --name deeper"
     next_commands: tuple[tuple[str, str], ...] = (
         (f"z2a watch {out}", "curves, samples and health checks in a browser"),
-        (f"z2a report {out} --html {out}/report.html", "the same as one file"),
-        (f'z2a generate {out} --prompt "..."', "generate text"),
+        (f"z2a watch {out} --html {out}/report.html", "the same as one file"),
+        (f'z2a chat {out} --prompt "..."', "generate text"),
         (f"z2a train {out} {deeper}", "another model on the same tokens"),
         (f"z2a compare {out}/run {out}/deeper", "what differs, and which is better"),
         (f"z2a train {out} train.steps={2 * result.steps} --extend rewarm", "train it further"),

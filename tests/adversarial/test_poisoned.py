@@ -23,14 +23,14 @@ COMMANDS: dict[str, list[str]] = {
     "train on its tokens": ["train", "RECIPE", "tokens.dir=TARGET", "train.steps=1", "out=OUT"],
     "train with its tokenizer": ["tokens", "build", "RECIPE", "tokenizer.dir=TARGET", "tokens.dir=OUT"],
     "plan": ["plan", "TARGET"],
-    "goodput": ["goodput", "TARGET"],
+    "plan here": ["plan", "TARGET", "--gpu", "here"],
     "compare": ["compare", "TARGET", "TARGET"],
-    "generate": ["generate", "TARGET", "--prompt", "a", "--max-tokens", "1"],
+    "chat --prompt": ["chat", "TARGET", "--prompt", "a", "--max-tokens", "1"],
     "chat": ["chat", "TARGET"],
     "serve": ["serve", "TARGET", "--port", "0"],
     "export": ["export", "TARGET", "--to", "OUT"],
     "watch": ["watch", "TARGET", "--once"],
-    "report": ["report", "TARGET", "--html", "OUT"],
+    "watch --html": ["watch", "TARGET", "--html", "OUT"],
     "blame": ["blame", "TARGET", "--step", "0"],
     "recipe show": ["recipe", "show", "TARGET"],
     "recipe check": ["recipe", "check", "TARGET"],
@@ -45,7 +45,6 @@ COMMANDS: dict[str, list[str]] = {
     "tokenizer extend": ["tokenizer", "extend", "TARGET", "--text", "RECIPE", "--add", "1", "--out", "OUT"],
     "tokenizer export": ["tokenizer", "export", "TARGET", "--to", "OUT"],
     "blame --no-loss": ["blame", "TARGET", "--step", "0", "--no-loss"],
-    "model show": ["model", "show", "TARGET"],
     "ckpt ls": ["ckpt", "ls", "TARGET"],
     "ckpt verify": ["ckpt", "verify", "TARGET"],
     "ckpt diff": ["ckpt", "diff", "TARGET", "1", "2"],
@@ -101,7 +100,7 @@ def test_every_command_with_a_path_is_attacked() -> None:
     attacked = {" ".join(words[:2]) for words in COMMANDS.values()} | {words[0] for words in COMMANDS.values()}
     # They take a recipe, as train and plan do; a command line; addresses; or are as the one beside them.
     others = {
-        "sweep", "ladder", "tune", "profile", "tokens inspect", "tokenizer train", "tokens build",
+        "bench profile", "tokens inspect", "tokenizer train", "tokens build",
         "bench loader", "bench ops", "bench shapes", "bench checkpoint", "launch", "quickstart", "corpus fetch",
         "eval bench", "eval watch", "eval lm-eval", "eval stories", "corpus generate",
     }  # fmt: skip

@@ -36,7 +36,8 @@ class SimulatedCluster:
 
     def start_rendezvous(self) -> NodeProcess:
 
-        command = [sys.executable, "-m", "zero2all.cli", "rendezvous", "--port", str(PORT), "--listen", self.login.ip]
+        words = ["launch", "--rendezvous-only", "--rdzv-listen", f"{self.login.ip}:{PORT}"]
+        command = [sys.executable, "-m", "zero2all.cli", *words]
         environment = {**os.environ, **self.scenario.environment}
         self._rendezvous_process = subprocess.Popen(
             self.login.command(*command), stderr=subprocess.DEVNULL, env=environment

@@ -81,6 +81,30 @@ def test_every_option_and_argument_has_a_sentence_of_help() -> None:
                     assert re.fullmatch(r"[A-Z].*\.", text, re.DOTALL), shown
 
 
+def test_every_option_states_its_default() -> None:
+    """In words, or by Typer, which prints values but neither None nor what is empty."""
+    silent = [
+        f"{' '.join([*words, name])} {option.opts[0]}"
+        for words, commands in every_group()
+        for name, command in commands.items()
+        if not hasattr(command, "commands")
+        for option in command.params
+        if option.opts[0].startswith("--") and not option.required and option.default in (None, "", [], ())
+        if "Default: " not in option.help and option.name not in ("help", "help_all")
+    ]
+    assert silent == []
+
+
+def test_help_of_launch_fits_a_screen_and_the_rest_is_in_help_all() -> None:
+    usual, full = (
+        CliRunner().invoke(app, ["launch", flag], env={"COLUMNS": "80"}).output for flag in ("--help", "--help-all")
+    )
+    assert len(usual.splitlines()) <= 60
+    assert "--numa-binding" not in usual
+    launch = typer.main.get_command(app).commands["launch"]  # type: ignore[attr-defined]
+    assert [option.opts[0] for option in launch.params if option.opts[0] not in full] == ["rank_command"]
+
+
 def test_every_command_is_in_one_panel() -> None:
     names = [name for panel in PANELS.values() for name in panel]
     assert sorted(names) == sorted(set(names)) == sorted(next(every_group())[1])
@@ -144,7 +168,7 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     traced = json.loads(run("blame", out, "--step", 3, "--no-loss", "--json").stdout)
     assert {"gid", "source", "title"} <= set(traced["documents"][0])
     assert json.loads(run("eval", "loss", out, "--json").stdout)["bits_per_byte"] > 0
-    spoken = run("generate", out, "--prompt", "the model", "--max-tokens", 10)
+    spoken = run("chat", out, "--prompt", "the model", "--max-tokens", 10)
     assert spoken.stdout.startswith("the model")
     exported = json.loads(run("export", out, "--to", out / "hf", "--check", "--json").stdout)
     assert exported["max_difference"] <= 1e-4
@@ -165,7 +189,7 @@ def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"book: a story.txt", "2026-02-01"}
     # From another directory, by another name.
     (tmp_path / "2026-02-01").rename(tmp_path / "moved")
-    assert z2a("generate", "moved/run", cwd=tmp_path).returncode == 0
+    assert z2a("chat", "moved/run", "--prompt", "", cwd=tmp_path).returncode == 0
 
 
 def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: Path) -> None:
@@ -182,18 +206,20 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: 
         (["train", "nowhere.yaml"], 2, "no recipe at nowhere.yaml"),
         (["recipe", "check", "bad.yaml"], 2, "did you mean steps?"),
         (["recipe", "check", "broken.yaml"], 2, "is not plain YAML"),
-        (["generate", "."], 2, "no run in"),
+        (["ckpt", "ls", "."], 2, "no run in"),
         (["corpus", "build", "good.yaml"], 2, "the recipe names no text"),
         (["tokens", "build", "good.yaml"], 1, "z2a corpus build"),
         (["quickstart", "--corpus", "nowhere", "--out", "x"], 2, "nothing at nowhere"),
         (["quickstart", "train.mixture={nope: 1}", "--out", "x"], 2, "train.mixture names nope"),
         (["quickstart", "out=y", "--out", "x"], 2, "--out"),
-        (["model", "show", "z2all-2m"], 2, "z2all-2m is no recipe and no preset"),
-        (["model", "show", "z2all-3m", "--gpu", "GTX"], 2, "no data sheet of 'GTX'"),
+        (["plan", "z2all-2m"], 2, "z2all-2m is no recipe and no preset"),
+        (["plan", "z2all-3m", "--gpu", "GTX"], 2, "no data sheet of 'GTX'"),
         (["train", "."], 2, "neither recipe.yaml nor run/recipe.yaml"),
         (["train"], 2, "Missing argument"),
         (["train", "good.yaml", "--fast"], 2, "No such option"),
         (["fly"], 2, "No such command"),
+        (["tran"], 2, "Did you mean 'train'?"),
+        (["goodput", "runs/first"], 2, "Did you mean 'z2a watch RUN --once'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -273,11 +299,11 @@ def test_recipe_show_prints_what_loads_again(tmp_path: Path, workspace: Path) ->
     assert json.loads(z2a("recipe", "schema").stdout)["title"] == "Recipe"
 
 
-def test_model_show_tells_the_same_to_people_and_programs() -> None:
+def test_plan_layers_tells_the_same_to_people_and_programs() -> None:
     def show(*words: str) -> str:
-        return CliRunner().invoke(app, ["model", "show", "z2all-1.1b", *words, "--gpu", "H100"]).stdout
+        return CliRunner().invoke(app, ["plan", "z2all-1.1b", *words, "--gpus", "1", "--layers"]).stdout
 
-    shown = json.loads(show("--json"))
+    shown = json.loads(show("--json"))["model"]
     assert shown["parameters"]["total"] == 1_255_499_776
     assert shown["flops_per_token"]["6N"] == 6 * (1_255_499_776 - 64320 * 2048)
     assert shown["cache"]["bytes"] == 22 * 2 * 8 * 64 * 2 * 2048

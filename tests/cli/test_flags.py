@@ -81,7 +81,7 @@ def test_quality_classifier_from_good_and_bad_files(tmp_path: Path) -> None:
 
 
 def completions(run: Path, *words: object) -> list[dict[str, Any]]:
-    done = z2a("generate", run, "--json", *words)
+    done = z2a("chat", run, "--json", *words)
     assert done.exit_code == 0, done.output
     found: list[dict[str, Any]] = json.loads(done.stdout)["completions"]
     return found
@@ -100,7 +100,7 @@ def test_generate_completes_every_prompt_of_a_file(run: Path, tmp_path: Path) ->
     assert {completion["finish_reason"] for completion in lines} <= {"length", "stop"}
     [alone] = completions(run, "--prompt", "the model", "--max-tokens", 8)
     assert alone["tokens"] == lines[0]["tokens"]
-    shown = z2a("generate", run, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 8).stdout
+    shown = z2a("chat", run, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 8).stdout
     assert shown.index(lines[0]["prompt"] + lines[0]["text"]) < shown.index(lines[2]["prompt"] + lines[2]["text"])
 
 
@@ -127,7 +127,7 @@ def test_generate_streams_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("zero2all.cli.generate._stdout_is_terminal", lambda: True)
     monkeypatch.setattr("zero2all.cli.generate.sanitize", sanitize)
-    shown = z2a("generate", run, "--prompt", "the", "--max-tokens", 20).stdout
+    shown = z2a("chat", run, "--prompt", "the", "--max-tokens", 20).stdout
     [completion] = completions(run, "--prompt", "the", "--max-tokens", 20)
     assert shown == "the" + completion["text"] + "\n"
     assert len(written) > 10
@@ -152,7 +152,7 @@ def test_wrong_flags_of_generate_are_refused(
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     Path("wrong.jsonl").write_text('{"text": "the"}\n')
-    done = z2a("generate", run.absolute(), *flags)
+    done = z2a("chat", run.absolute(), *(flags if flags[0].startswith("--prompt") else ["--prompt", "", *flags]))
     assert done.exit_code == 2
     assert said in done.output
 
@@ -170,7 +170,7 @@ def options_of(command: Any, path: str = "") -> dict[str, set[str]]:
 def test_the_number_of_gpus_has_one_name_in_every_command() -> None:
     options = options_of(get_command(app))
     with_gpus = {path for path, names in options.items() if "--gpus" in names}
-    commands = {"train", "plan", "tune", "sweep", "ladder", "compare"}
+    commands = {"plan", "compare"}
     assert with_gpus == commands | {"bench comm"}
     assert {path for path, names in options.items() if "--nproc-per-node" in names} == {"launch"}
     synonyms = {"--world", "--world-size", "--ranks", "--num-gpus", "--n-gpus", "--devices"}

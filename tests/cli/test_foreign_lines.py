@@ -15,7 +15,7 @@ def test_training_and_export_print_only_their_own_lines(tmp_path: Path, workspac
     with sandbox(Page("", prepare_stages), tmp_path, workspace) as box:
         assert "step 2/2" in box.z2a("train", "my.yaml", "train.steps=2")
         assert "transformers" in box.z2a("export", "runs/mine", "--to", "exported")
-        assert "a step takes" in box.z2a("profile", "my.yaml", "--steps", "1", "--out", "profile")
+        assert "a step takes" in box.z2a("bench", "profile", "my.yaml", "--steps", "1", "--out", "profile")
 
 
 @pytest.mark.parametrize(

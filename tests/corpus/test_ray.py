@@ -109,7 +109,7 @@ def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
     local = build_corpus(load_recipe(recipe).corpus, tmp_path / "local")
     parts = tmp_path / "ray.work" / "parts"
     with simulated_nodes(2) as (head, lost), ray_cluster((head, lost)) as environment:
-        words = [str(Z2A), "corpus", "build", str(recipe), "--engine", "ray", "--ray-address", f"{head.ip}:{PORT}"]
+        words = [str(Z2A), "corpus", "build", str(recipe), "--ray", f"{head.ip}:{PORT}"]
         driver = subprocess.Popen(head.command(*words), env=environment)
         deadline = time.monotonic() + 120
         at_work: list[str] = []

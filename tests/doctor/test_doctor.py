@@ -146,7 +146,9 @@ def test_in_a_real_network_the_slow_node_and_the_dead_link_are_named(
     with simulated_nodes(5) as (*nodes, login):
         monkeypatch.setenv(JOB_SECRET_VARIABLE, new_secret())
         store = subprocess.Popen(
-            login.command(sys.executable, "-m", "zero2all.cli", "rendezvous", "--listen", login.ip)
+            login.command(
+                sys.executable, "-m", "zero2all.cli", "launch", "--rendezvous-only", "--rdzv-listen", login.ip
+            )
         )
         nodes[2].limit_bandwidth("2mbit")
         nodes[0].run("ip", "route", "add", "blackhole", f"{nodes[3].ip}/32")

@@ -34,10 +34,10 @@ def emit(kind: str, *options: str) -> str:
 
 def test_the_slurm_script_quotes_and_is_written(tmp_path: Path) -> None:
     to = tmp_path / "job.sh"
-    words = ["launch", "--procs", "8", "--nodes", "2", "--emit", "slurm", "--to", str(to), "--json", "--", *WORDS]
-    done = CliRunner().invoke(app, words)
-    assert json.loads(done.stdout)["to"] == str(to)
-    script = to.read_text(encoding="utf-8")
+    words = ["launch", "--procs", "8", "--nodes", "2", "--emit", "slurm"]
+    script = CliRunner().invoke(app, [*words, "--", *WORDS]).stdout
+    assert json.loads(CliRunner().invoke(app, [*words, "--json", "--", *WORDS]).stdout)["text"] == script
+    to.write_text(script, encoding="utf-8")
     assert (
         'until z2a launch --nproc-per-node 8 --rdzv-endpoint "$Z2A_HEAD:29500" --nnodes 2:2 --grace 110 '
         "-- train 'my recipe.yaml' train.steps=5; do" in script

@@ -531,4 +531,4 @@ def test_without_listen_the_command_serves_its_own_machine(
     monkeypatch.setattr(serve_module, "default_address", lambda: "10.1.2.3")
     serve_module.serve_rendezvous(0, listen, tmp_path / "secret")
     assert [address for address, _ in bound] == [listen or "127.0.0.1"]
-    assert ("start it with --listen 10.1.2.3" in capsys.readouterr().err) == (listen is None)
+    assert ("start it with --rdzv-listen 10.1.2.3:" in capsys.readouterr().err) == (listen is None)

@@ -1,4 +1,4 @@
-"""``z2a sweep`` and ``z2a compare`` with real training: killed and resumed, within a budget, on two ranks."""
+"""``z2a compare`` and ``z2a compare`` with real training: killed and resumed, within a budget, on two ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_results_of_one_that_w
     recipe: Path, workspace: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "out" / "experiments" / "lr"
-    words = ["sweep", recipe, f"train.optimizer.lr={','.join(RATES)},1e12", "--name", "lr"]
+    words = ["compare", recipe, f"train.optimizer.lr={','.join(RATES)},1e12", "--name", "lr"]
     first = directory / "lr-1e-3-seed11"
 
     def record() -> ExperimentRecord:
@@ -131,7 +131,7 @@ def test_one_recipe_twice_is_no_difference_and_an_eighth_of_the_rate_is_one(reci
 
 
 def test_a_time_budget_fixes_the_steps_of_every_run(recipe: Path, tmp_path: Path) -> None:
-    found = z2a("sweep", recipe, "train.optimizer.lr=1e-3,4e-3", "--budget", "3s", "--name", "time")
+    found = z2a("compare", recipe, "train.optimizer.lr=1e-3,4e-3", "--budget", "3s", "--name", "time")
     variants = found["experiment"]["variants"]
     assert len({variant["steps"] for variant in variants}) == 1
     assert all(variant["result"]["steps"] == variant["steps"] > 1 for variant in variants)
@@ -149,7 +149,7 @@ def test_missing_stages_are_built_and_every_tokenizer_has_its_own(workspace: Pat
     path = tmp_path / "fresh.yaml"
     own = ["corpus.dir=null", "tokenizer.dir=null", "tokens.dir=null", f"out={tmp_path}/fresh", "train.steps=8"]
     path.write_text(recipe_yaml(tiny_recipe(workspace, *own, "evals.tokens=1M")), encoding="utf-8")
-    found = z2a("sweep", path, "tokenizer.vocab_size=512,768", "--name", "vocab")
+    found = z2a("compare", path, "tokenizer.vocab_size=512,768", "--name", "vocab")
     results = [variant["result"] for variant in found["experiment"]["variants"]]
     assert len({result["tokenizer"] for result in results}) == 2
     assert len({result["validation_set"] for result in results}) == 1

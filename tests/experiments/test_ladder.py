@@ -1,4 +1,4 @@
-"""The fit of loss against compute, and ``z2a ladder``."""
+"""The fit of loss against compute, and ``z2a compare``."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_suggestion_has_least_of_the_poor_source_and_beats_equal_weights(
     shared_corpus: Path, tmp_path: Path
 ) -> None:
     recipe = write_recipe(shared_corpus, tmp_path)
-    found = z2a("sweep", recipe, "--mixtures", 12, *LENGTH, "--name", "mix")
+    found = z2a("compare", recipe, "--mixtures", 12, *LENGTH, "--name", "mix")
     fit = found["experiment"]["fit"]
     assert fit["error"] < 0.6 * fit["mean_error"]
     assert fit["rank_correlation"] > 0.5

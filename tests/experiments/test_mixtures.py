@@ -48,7 +48,7 @@ def search(
     training: Training,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Result]:
-    """``z2a sweep``, with results that depend on the mixture of the variant."""
+    """``z2a compare``, with results that depend on the mixture of the variant."""
     noise = np.random.default_rng(3)
 
     def read(directory: Path) -> VariantResult:
@@ -62,7 +62,7 @@ def search(
     monkeypatch.setattr(runner, "_read_result", read)
 
     def sweep(*words: object) -> Result:
-        return CliRunner().invoke(app, ["sweep", str(recipe), *map(str, words)])
+        return CliRunner().invoke(app, ["compare", str(recipe), *map(str, words)])
 
     return sweep
 

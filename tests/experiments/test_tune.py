@@ -1,4 +1,4 @@
-"""``z2a tune``: the search on synthetic speeds, what it may change, the record, and the recipe that is written."""
+"""``z2a plan --try``: the search on synthetic speeds, what it may change, its record, and the recipe it writes."""
 
 from __future__ import annotations
 

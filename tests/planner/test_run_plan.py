@@ -51,7 +51,7 @@ def test_the_report_of_a_run_has_its_plan(workspace: Path, tmp_path: Path) -> No
     assert {"step time", "tokens per second", "peak memory", "optimizer"} <= set(checks)
     assert all(one.planned > 0 and one.measured > 0 for name, one in checks.items() if name != "exposed communication")
     page = tmp_path / "report.html"
-    done = CliRunner().invoke(app, ["report", summary.run, "--html", str(page)])
+    done = CliRunner().invoke(app, ["watch", summary.run, "--html", str(page)])
     assert done.exit_code == 0, done.output
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
     assert match is not None

@@ -1,4 +1,4 @@
-"""``z2a profile``: what is slow is named, numbers agree with formulas, and runs of the recipe are left alone."""
+"""``z2a bench profile``: what is slow is named, numbers agree with formulas, and runs of the recipe are left alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     train(recipe)
     before = {path: path.stat().st_mtime_ns for path in recipe.run_dir.rglob("*")}
     (out / "recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
-    done = CliRunner().invoke(app, ["profile", str(out / "recipe.yaml"), "--steps", "2"])
+    done = CliRunner().invoke(app, ["bench", "profile", str(out / "recipe.yaml"), "--steps", "2"])
     assert done.exit_code == 0, done.output
     assert "a step takes" in done.stdout
     after = {path: path.stat().st_mtime_ns for path in recipe.run_dir.rglob("*")}

@@ -12,12 +12,8 @@ import pytest
 
 from tests.checkpoint.helpers import crashed
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint.checkpoint_interval import (
-    CLUSTER_SIZES,
-    FAILURE_RATES,
-    FailureModel,
-    interval_table,
-)
+from zero2all.checkpoint.checkpoint_interval import FAILURE_RATES, FailureModel
+from zero2all.planner.run_cost import Pauses, failure_costs
 from zero2all.track import goodput
 from zero2all.track.goodput import GoodputReader, compute_goodput, compute_run_goodput, count_restarts
 from zero2all.track.record_lines import parse_record_line
@@ -150,10 +146,9 @@ def test_no_other_interval_is_better(stall: float) -> None:
     assert job.goodput(job.young_interval) == pytest.approx(best, rel=1e-2)
 
 
-def test_the_table_has_every_published_rate_and_size() -> None:
-    rows = interval_table(stall=1.0, recovery=60.0)
-    assert [(row.rate, row.cards) for row in rows] == [
-        (rate, cards) for rate in FAILURE_RATES for cards in CLUSTER_SIZES
-    ]
+def test_the_table_has_every_published_rate() -> None:
+    rows = failure_costs(16384, Pauses(stall=1.0, recovery=60.0))
+    assert [row.rate for row in rows] == list(FAILURE_RATES)
     # 466 interruptions in 54 days are one in 2 h 47 min.
-    assert rows[-1].between_failures == pytest.approx(54 * 86400 / 466)
+    assert rows[-1].between == pytest.approx(54 * 86400 / 466)
+    assert rows[-1].goodput == pytest.approx(FailureModel(rows[-1].between, 1.0, 60.0).goodput(rows[-1].daly))

@@ -18,11 +18,11 @@ from zero2all.train import train
 
 STEP = "checkpoints/step-00000002"
 READERS = [
-    ["generate", "RUN", "--max-tokens", "2"],
+    ["chat", "RUN", "--prompt", "a", "--max-tokens", "2"],
     ["blame", "RUN", "--step", "1"],
     ["ckpt", "ls", "RUN"],
     ["ckpt", "verify", "RUN"],
-    ["goodput", "RUN"],
+    ["watch", "RUN", "--once"],
 ]
 
 

@@ -247,29 +247,29 @@ def test_a_sibling_begins_with_the_run_beside_it(out: Path, recipe: Path) -> Non
     assert third == second
 
 
-def test_a_dry_run_and_a_recipe_check_say_what_a_run_would_begin_with(out: Path, recipe: Path) -> None:
-    text = z2a("train", recipe, f"train.init={out}", "--name", "second", "--dry-run")
+def test_a_plan_and_a_recipe_check_say_what_a_run_would_begin_with(out: Path, recipe: Path) -> None:
+    text = z2a("plan", recipe, f"train.init={out}", "run=second", "--gpus", "1")
     assert f"initial weights: {out}/run/checkpoints/step-00000002, stored in float32" in text
     assert not (out / "second").exists()
     z2a("recipe", "check", recipe, f"train.init={out}")
     wrong = ["model.num_hidden_layers=1", f"train.init={out}"]
-    for words in (["train", recipe, *wrong, "--name", "x", "--dry-run"], ["recipe", "check", recipe, *wrong]):
-        assert "model.num_hidden_layers=2, not 1" in refused(*words)
+    assert "model.num_hidden_layers=2, not 1" in z2a("plan", recipe, *wrong, "run=x", "--gpus", "1")
+    assert "model.num_hidden_layers=2, not 1" in refused("recipe", "check", recipe, *wrong)
     assert "does not exist" in refused("recipe", "check", recipe, f"train.init={out}/none")
 
 
-def test_model_show_reads_a_hugging_face_directory(workspace: Path, tmp_path: Path) -> None:
+def test_plan_reads_a_hugging_face_directory(workspace: Path, tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", "qwen3_moe", workspace / "tokenizer")
-    shown = json.loads(z2a("model", "show", tmp_path / "hf", "--json"))
+    shown = json.loads(z2a("plan", tmp_path / "hf", "--layers", "--json"))
     model = load_hf(tmp_path / "hf")
-    assert shown["parameters"]["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert shown["model"]["parameters"]["total"] == sum(parameter.numel() for parameter in model.parameters())
     assert shown["weights"]["dtype"] == "float32"
     assert shown["weights"]["problem"] is None
-    text = z2a("model", "show", tmp_path / "hf")
-    section = text[text.index("  model:\n") : text.index("\n\nparameters")]
+    text = z2a("plan", tmp_path / "hf")
+    section = text[text.index("  model:\n") : text.index("\n\nrun: ")]
     assert ModelConfig.model_validate(yaml.safe_load(section)["model"]) == model.config
     next((tmp_path / "hf").glob("model-*.safetensors")).unlink()
-    assert "not usable" in z2a("model", "show", tmp_path / "hf")
+    assert "not usable" in z2a("plan", tmp_path / "hf")
 
 
 MODEL_CHANGES = {
@@ -285,7 +285,7 @@ MODEL_CHANGES = {
 @pytest.mark.parametrize("change", MODEL_CHANGES)
 def test_another_model_is_refused_with_the_keys(change: str, source: Recipe, workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={source.out}", f"model.{change}")
-    with pytest.raises(UsageError, match=rf"^train\.init: .*{MODEL_CHANGES[change]}.*'z2a model show"):
+    with pytest.raises(UsageError, match=rf"^train\.init: .*{MODEL_CHANGES[change]}.*'z2a plan"):
         train(recipe)
     assert not (tmp_path / "run" / "identity.json").exists()
 

@@ -223,7 +223,7 @@ def test_without_a_rendezvous_an_island_gives_up_in_the_end(monkeypatch: pytest.
     monkeypatch.setattr("zero2all.elastic.island_client.CONNECT_PATIENCE", 0.2)
     monkeypatch.setattr("zero2all.elastic.island_client.ANSWER_TIMEOUT", 0.2)
     own = EnterIslands("run", 0, 2, {}, [], 1.0)
-    with pytest.raises(Z2aError, match="start 'z2a rendezvous' there"):
+    with pytest.raises(Z2aError, match="start 'z2a launch --rendezvous-only' there"):
         IslandClient("127.0.0.1:1", SECRET, own).start(-1, "d")
 
 

@@ -188,9 +188,9 @@ def test_on_a_cpu_the_estimate_chooses(workspace: Path, tmp_path: Path, monkeypa
     stored = Run.open(recipe.run_dir).stored_recipe()
     assert stored is not None
     assert stored.train.micro_batch_tokens == 256
-    estimate, text = estimate_run(tiny_recipe(workspace, f"out={tmp_path}/other", AUTO, "train.steps=1"))
-    assert estimate.stages[0].batch.samples == 8
-    assert "chosen: train.micro_batch_tokens=256" in text
+    run = estimate_run(tiny_recipe(workspace, f"out={tmp_path}/other", AUTO, "train.steps=1"))
+    assert run.estimate.stages[0].batch.samples == 8
+    assert "chosen: train.micro_batch_tokens=256" in run.text
 
 
 def choose_on_ranks(workspace: Path, directory: Path) -> tuple[list[int], Any]:

@@ -51,14 +51,14 @@ def test_every_command_takes_the_directory_of_a_sibling(out: Path, recipe: Path)
     z2a("train", recipe, "train.steps=1", "--name", "c")
     run = out / "a" / "b"
     commands = [
-        ["generate", run, "--max-tokens", 2], ["eval", "loss", run], ["export", run, "--to", out / "hf"],
-        ["watch", run, "--once"], ["report", run, "--html", out / "report.html"], ["goodput", run],
+        ["chat", run, "--prompt", "a", "--max-tokens", 2], ["eval", "loss", run], ["export", run, "--to", out / "hf"],
+        ["watch", run, "--once"], ["watch", run, "--html", out / "report.html"],
         ["ckpt", "ls", run], ["ckpt", "verify", run], ["blame", run, "--step", 1, "--no-loss"],
         ["blame", run, "--step", 1],
     ]  # fmt: skip
     for words in commands:
         assert z2a(*words)
-        if words[0] not in ("watch", "report"):
+        if words[0] != "watch":
             message = refused(*(out if word == run else word for word in words))
             assert message == f"no run in {out} itself; give one of those below: {run}, {out / 'c'}", words
     assert f"give one of the runs below it: {run}, {out / 'c'}" in refused("train", out, "--name", "d")
@@ -90,7 +90,7 @@ def test_a_damaged_or_locked_run_can_be_trained_beside(
     out: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (out / "run" / "recipe.yaml").write_text("model: [", encoding="utf-8")
-    message = refused("generate", out)
+    message = refused("ckpt", "ls", out)
     assert "train another run on the same tokens ('z2a train RECIPE --name NAME'" in message
     with run_lock(out / "run"):
         monkeypatch.setattr("zero2all.checkpoint.lock.LOCK_PATIENCE", 0.1)

@@ -15,7 +15,6 @@ DAY = 86400.0
 
 # Failures per GPU and day. The second is from https://arxiv.org/abs/2407.21783.
 FAILURE_RATES = {"0.27 % a card and day": 0.0027, "466 in 54 days on 16,384": 466 / 54 / 16384}
-CLUSTER_SIZES = (1024, 16384)
 
 
 @dataclass(frozen=True)
@@ -44,47 +43,3 @@ class FailureModel:
             self.mtbf * math.exp(self.recovery / self.mtbf) * math.expm1((interval + self.stall) / self.mtbf)
         )
         return interval / expected_time
-
-
-@dataclass(frozen=True)
-class IntervalRow:
-    rate: str
-    cards: int
-    between_failures: float
-    young: float
-    daly: float
-    goodput: float
-
-
-def interval_table(stall: float, recovery: float) -> list[IntervalRow]:
-    """For each published failure rate and cluster size: the optimal interval and the goodput."""
-    rows = []
-    for rate, per_card_day in FAILURE_RATES.items():
-        for cards in CLUSTER_SIZES:
-            model = FailureModel(DAY / (per_card_day * cards), stall, recovery)
-            rows.append(
-                IntervalRow(
-                    rate=rate,
-                    cards=cards,
-                    between_failures=model.mtbf,
-                    young=model.young_interval,
-                    daly=model.daly_interval,
-                    goodput=model.goodput(model.daly_interval),
-                )
-            )
-    return rows
-
-
-def format_markdown(rows: list[IntervalRow], stall: float, recovery: float) -> str:
-    lines = [
-        f"Stall of a checkpoint {stall:g} s, from a failure to the first step after it {recovery:g} s.",
-        "",
-        "| interruptions | GPUs | between two | best interval (Young) | (Daly) | goodput |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.rate} | {row.cards:,} | {row.between_failures / 60:.1f} min | {row.young:.1f} s "
-            f"| {row.daly:.1f} s | {100 * row.goodput:.3f} % |"
-        )
-    return "\n".join(lines)

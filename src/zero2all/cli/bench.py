@@ -1,4 +1,4 @@
-"""z2a bench ops | shapes | parity | loader | comm | checkpoint | tokenize"""
+"""z2a bench profile | ops | shapes | parity | loader | comm | checkpoint | tokenize"""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from zero2all.cli.bench_profile import profile
 from zero2all.cli.bench_system import Out, checkpoint, comm, loader, tokenize
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, Result, command
 from zero2all.environment import quiet_profiler
 
-app = typer.Typer(help="Benchmark kernels, shapes, parallelism, data and storage.", no_args_is_help=True)
+app = typer.Typer(help="Profile a step; time kernels, shapes, data and storage.", no_args_is_help=True)
+app.command()(profile)
 
 
 @app.command()
@@ -30,13 +32,16 @@ def ops(
     ] = None,
     subset: Annotated[
         list[str] | None,
-        typer.Option("--subset", help="One more row with only these kernels fused, such as norm,rope. Repeatable."),
+        typer.Option(
+            "--subset", help="One more row with only these kernels fused, such as norm,rope. Repeatable. Default: none."
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             "--sweep",
-            help="Instead of kernels, sweep a size: vocabulary, hidden, heads, micro-batch or layout. Repeatable.",
+            help="Instead of kernels, sweep a size: vocabulary, hidden, heads, micro-batch or layout. Repeatable. "
+            "Default: none.",
         ),
     ] = None,
     out: Out = None,
@@ -100,11 +105,16 @@ def parity(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of training steps to compare.")] = 20,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="Run only this layout, or those that match a pattern such as 'PP 2*'. Repeatable."),
+        typer.Option(
+            "--only",
+            help="Run only this layout, or those that match a pattern such as 'PP 2*'. Repeatable. Default: all.",
+        ),
     ] = None,
     setup: Annotated[
         list[str] | None,
-        typer.Option("--setup", help="Run only this training setup, or those that match a pattern. Repeatable."),
+        typer.Option(
+            "--setup", help="Run only this training setup, or those that match a pattern. Repeatable. Default: all."
+        ),
     ] = None,
     out: Out = None,
     json: Json = False,

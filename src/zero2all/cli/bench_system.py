@@ -14,10 +14,15 @@ from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, RecipePath
 if TYPE_CHECKING:
     from zero2all.bench.measurements import BenchReport
 
-Out = Annotated[Path | None, typer.Option("--out", help="Write the tables to this directory, as Markdown and JSON.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write the tables to this directory, as Markdown and JSON. Default: print them."),
+]
 Against = Annotated[
     Path | None,
-    typer.Option("--against", help="The JSON file of an earlier run: print both, and fail if anything is slower."),
+    typer.Option(
+        "--against", help="The JSON file of an earlier run: print both, and fail if anything is slower. Default: none."
+    ),
 ]
 Tolerance = Annotated[
     float, typer.Option("--tolerance", min=0.0, max=1.0, help="How much slower counts as a regression, as a fraction.")
@@ -73,7 +78,8 @@ def comm(
         int | None, typer.Option("--gpus", min=2, help="Number of GPUs. Default: all, or 2 processes on a CPU.")
     ] = None,
     size: Annotated[
-        list[str] | None, typer.Option("--size", help="Message size, such as 16MiB. Repeat it for several sizes.")
+        list[str] | None,
+        typer.Option("--size", help="Message size, such as 16MiB. Repeatable. Default: 4KiB to 64MiB."),
     ] = None,
     against: Against = None,
     tolerance: Tolerance = 0.1,

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zero2all.cli.conventions import Json, Result, command
-from zero2all.cli.runs import CheckpointStep
+from zero2all.cli.generate import Request, complete_prompts
+from zero2all.cli.runs import CheckpointStep, PipelineParallel, TensorParallel
 from zero2all.console import sanitize, say
 from zero2all.errors import UsageError
 
@@ -30,27 +32,82 @@ HELP = """/reset             forget the conversation
 /exit              end; Ctrl-D does too. Ctrl-C ends an answer"""
 
 
+Demo = Annotated[bool, typer.Option("--demo", help="Talk to the small model that ships with zero2all.")]
+System = Annotated[
+    str, typer.Option("--system", help="The system prompt, for a model that was trained with one. Default: none.")
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option("--prompt", help="Complete this text and exit; for a model without chat training. Default: talk."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help="Complete each line of this file and exit; in a .jsonl file, each object's key 'prompt'. Default: talk.",
+        metavar="FILE",
+    ),
+]
+NumSamples = Annotated[int, typer.Option(min=1, help="Number of texts for each prompt.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum number of tokens of an answer. Default: 512; of a prompt's text 128."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Sampling temperature; lower is less varied, 0 greedy. Default: 0.7; for a prompt 0.8."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, help="Sample from the k most likely tokens, 0 from all. Default: 0; for a prompt 50."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the fewest of the most likely tokens that have this probability together. "
+        "Default: 0.95; for a prompt 1."
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Sample from tokens with at least this probability, relative to the most likely token."),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1, such as 1.1 for a model that loops, tokens so far become less likely.")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. Repeatable. Default: none.")]
+Seed = Annotated[int, typer.Option(help="Sampling seed; another one gives other text.")]
+
+
 @command
 def chat(
     target: OptionalTarget = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Talk to the small model that ships with zero2all.")] = False,
-    system: Annotated[str, typer.Option("--system", help="The system prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.7,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Sample from the fewest of the most likely tokens that have this probability together."),
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
+    demo: Demo = False,
+    system: System = "",
+    prompt: Prompt = None,
+    prompts: Prompts = None,
+    num_samples: NumSamples = 1,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
     step: CheckpointStep = None,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
     json: Json = False,
 ) -> Result:
-    """Talk to a model in the terminal.
+    """Talk to a model in the terminal, or complete prompts.
 
     Answers appear as they are generated. Lines that begin with / are commands: /help lists them. Without a terminal,
-    each line of stdin is a message.
+    each line of stdin is a message. --prompt and --prompts complete text instead, without a chat template.
 
     Example: z2a chat runs/sft --system "Answer in one sentence."
+
+    Example: z2a chat runs/first --prompt "def main("
     """
     if demo == (target is not None):
         raise UsageError("give a run, a checkpoint or a Hugging Face directory, or --demo for a model to try")
@@ -59,8 +116,21 @@ def chat(
     from zero2all.generation import SamplingParams
     from zero2all.serve import ChatSession
 
-    opened = open_target(str(DIRECTORY) if target is None else target, step)
-    params = SamplingParams(max_tokens, temperature, top_k=0, top_p=top_p, seed=seed)
+    is_chat = prompt is None and prompts is None
+    usual = SamplingParams(512, 0.7, 0, 0.95) if is_chat else SamplingParams(128, 0.8, 50, 1.0)
+    params = SamplingParams(
+        usual.max_tokens if max_tokens is None else max_tokens,
+        usual.temperature if temperature is None else temperature,
+        usual.top_k if top_k is None else top_k,
+        usual.top_p if top_p is None else top_p,
+        min_p, repetition_penalty, tuple(stop or ()), seed,
+    )  # fmt: skip
+    model = str(DIRECTORY) if target is None else target
+    if not is_chat:
+        return complete_prompts(model, step, Request(prompt, prompts, num_samples, params), tp, pp, json)
+    if num_samples > 1 or tp * pp > 1:
+        raise UsageError("--num-samples, --tp and --pp are for --prompt or --prompts")
+    opened = open_target(model, step)
     session = ChatSession(opened.model, opened.tokenizer, params, system)
     is_terminal = sys.stdin.isatty()
     if is_terminal:

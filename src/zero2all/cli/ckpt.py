@@ -1,4 +1,4 @@
-"""z2a ckpt ls | verify | rm | diff | interval"""
+"""z2a ckpt ls | verify | rm | diff"""
 
 from __future__ import annotations
 
@@ -107,26 +107,3 @@ def diff(
     rows = compare_checkpoints(Run.open(run).checkpoints, one, other)
     lines = [f"{row.largest:>12.4e} {row.relative:>12.4e}  {row.parameter}" for row in rows[:top]]
     return Result({"steps": [one, other], "parameters": rows}, "\n".join([f"{'largest':>12} {'relative':>12}", *lines]))
-
-
-@app.command()
-@command
-def interval(
-    stall: Annotated[
-        float, typer.Option("--stall", min=0.001, help="Seconds that training pauses for each checkpoint.")
-    ] = 1.0,
-    recovery: Annotated[
-        float, typer.Option("--recovery", min=0, help="Seconds from a failure to the first step after the restart.")
-    ] = 60.0,
-    json: Json = False,
-) -> Result:
-    """Compute the optimal checkpoint interval (Young/Daly).
-
-    The table also lists the expected goodput at published failure rates.
-
-    Example: z2a ckpt interval --stall 0.5 --recovery 30
-    """
-    from zero2all.checkpoint.checkpoint_interval import format_markdown, interval_table
-
-    rows = interval_table(stall, recovery)
-    return Result({"stall": stall, "recovery": recovery, "rows": rows}, format_markdown(rows, stall, recovery))

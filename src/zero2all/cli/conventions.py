@@ -14,20 +14,38 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
+from typer.core import TyperOption
 
 from zero2all.console import say, set_verbose
 from zero2all.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.redact import redact
 from zero2all.units import parse_bytes
 
+if TYPE_CHECKING:
+    from zero2all.engine import Engine
+
 OUT_OF_MEMORY_ADVICE = (
     "in training try a smaller train.micro_batch_tokens, parallel.activation_checkpointing=selective, or more ranks; "
-    "'z2a model show RECIPE' estimates what is needed"
+    "'z2a plan RECIPE --gpu here' estimates what is needed"
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
+
+
+def _show_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        for parameter in ctx.command.params:
+            if isinstance(parameter, TyperOption):
+                parameter.hidden = False
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show the rare options too, and exit.")
+]
 Verbose = Annotated[
     bool,
     typer.Option("--verbose", help="Also print TFLOP/s, HFU, memory and the loss of each source with every log line."),
@@ -46,20 +64,31 @@ RunPath = Annotated[
     Path, typer.Argument(help="The run directory, or the output directory that contains it.", metavar="RUN")
 ]
 
-EngineKind = Annotated[
-    Literal["local", "ray"], typer.Option("--engine", help="Run tasks in local processes or on a Ray cluster.")
-]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Number of local processes. Default: one per core.")
 ]
-RayAddress = Annotated[
+Ray = Annotated[
     str | None,
-    typer.Option("--ray-address", help="Address of a running Ray cluster. Default: start one on this machine."),
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run tasks on the Ray cluster at this address, for a corpus too large for one machine; auto starts one "
+        "here. Default: local processes.",
+    ),
 ]
 VerifyOutput = Annotated[
     bool,
     typer.Option("--verify", help="Compare every byte of finished output with its checksum, not only samples."),
 ]
+
+
+def task_engine(workers: int, ray: str | None) -> Engine:
+    from zero2all.engine import Engine
+
+    if ray is None:
+        return Engine("local", workers)
+    return Engine("ray", workers, None if ray == "auto" else ray)
+
 
 Parameters = ParamSpec("Parameters")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the agent of 'z2a launch' and by torchrun

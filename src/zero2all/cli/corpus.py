@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import (
-    EngineKind,
     Json,
     Overrides,
-    RayAddress,
+    Ray,
     RecipePath,
     Result,
     VerifyOutput,
@@ -20,6 +19,7 @@ from zero2all.cli.conventions import (
     command,
     parse_size,
     resumable_command,
+    task_engine,
 )
 from zero2all.errors import UsageError
 from zero2all.paths import to_path
@@ -77,14 +77,19 @@ def fetch(
         ),
     ],
     to: Annotated[
-        Path | None, typer.Option("--to", help="The directory to download to.", metavar="DIR", parser=to_path)
+        Path | None,
+        typer.Option(
+            "--to", help="The directory to download to. Default: none, for --list.", metavar="DIR", parser=to_path
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", help="Glob of files to download, such as 'data/en/*.parquet'. Can be repeated."),
+        typer.Option(
+            "--include", help="Glob of files to download, such as 'data/en/*.parquet'. Repeatable. Default: all."
+        ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Glob of files to skip. Can be repeated.")
+        list[str] | None, typer.Option("--exclude", help="Glob of files to skip. Repeatable. Default: none.")
     ] = None,
     revision: Annotated[str, typer.Option("--revision", help="Branch, tag or commit on the Hub.")] = "main",
     mirror: Annotated[
@@ -95,10 +100,12 @@ def fetch(
         int, typer.Option("--workers", min=1, max=64, help="Number of files to download at the same time.")
     ] = 8,
     sha256: Annotated[
-        str | None, typer.Option("--sha256", help="Expected checksum, if there is one file.", metavar="HEX")
+        str | None,
+        typer.Option("--sha256", help="Expected checksum, if there is one file. Default: no check.", metavar="HEX"),
     ] = None,
     max_size: Annotated[
-        str | None, typer.Option("--max-size", help="Refuse larger files, such as 20GB.", metavar="SIZE")
+        str | None,
+        typer.Option("--max-size", help="Refuse larger files, such as 20GB. Default: no limit.", metavar="SIZE"),
     ] = None,
     list_only: Annotated[
         bool, typer.Option("--list", help="Print the files and their sizes; download nothing.")
@@ -128,9 +135,8 @@ def fetch(
 def build(
     recipe: RecipePath,
     overrides: Overrides = None,
-    engine: EngineKind = "local",
     workers: Workers = None,
-    ray_address: RayAddress = None,
+    ray: Ray = None,
     verify: VerifyOutput = False,
     json: Json = False,
 ) -> Result:
@@ -140,12 +146,11 @@ def build(
     """
     from zero2all.corpus import build_corpus, recommended_workers, summary_lines
     from zero2all.corpus.manifest import count_text
-    from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
 
     loaded = load_recipe(recipe, overrides)
-    chosen = Engine(engine, workers or recommended_workers(loaded.corpus), ray_address)
+    chosen = task_engine(workers or recommended_workers(loaded.corpus), ray)
 
     def before_replace() -> None:
         from zero2all.train.data_in_use import warn_about_new_documents

@@ -17,7 +17,10 @@ def doctor(
     directory: Annotated[Path, typer.Option("--dir", help="Directory for runs; its disk is checked.")] = Path("runs"),
     calibrate: Annotated[
         Path | None,
-        typer.Option("--calibrate", help="Measure this machine instead, and write a file for 'z2a plan --gpu FILE'."),
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine instead, and write a file for 'z2a plan --gpu FILE'. Default: do not.",
+        ),
     ] = None,
     net: Annotated[
         bool,
@@ -95,6 +98,6 @@ def write_calibration(path: Path, directory: Path) -> Result:
         + (f", link between ranks {found.link_bandwidth / 1e9:.2f} GB/s" if found.link_bandwidth else ""),
         f"disk of {directory}: written {found.disk_write / 1e6:,.0f} MB/s, read {found.disk_read / 1e6:,.0f} MB/s",
         f"written to {path}; plan with it: z2a plan RECIPE --gpus 1 --gpu {path}",
-        f"kept as {kept}: runs of 'z2a train' on this hardware are planned with it, and 'z2a report' compares",
+        f"kept as {kept}: runs of 'z2a train' on this hardware are planned with it, and 'z2a watch --html' compares",
     ]
     return Result({"measured": found, "entry": entry}, "\n".join(lines))

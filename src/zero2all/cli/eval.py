@@ -32,7 +32,7 @@ def eval_loss(
         list[str] | None,
         typer.Option(
             "--test-set",
-            help="Also evaluate on these files: a name and a file, directory, glob or URL. May be given several times.",
+            help="Also evaluate on these files: a name and a file, directory, glob or URL. Repeatable. Default: none.",
             metavar="NAME=PATH",
         ),
     ] = None,

@@ -42,7 +42,10 @@ def eval_bench(
         int | None, typer.Option("--shots", min=0, help="Number of examples in a prompt. Default: that of the task.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Ask this many items of each task, chosen at random.")
+        int | None,
+        typer.Option(
+            "--limit", min=1, help="Ask this many items of each task, chosen at random, to save time. Default: all."
+        ),
     ] = None,
     mutate: Annotated[
         bool,
@@ -63,7 +66,8 @@ def eval_bench(
         ),
     ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", help="A second model: the differences, with confidence intervals.")
+        str | None,
+        typer.Option("--against", help="A second model: the differences, with confidence intervals. Default: none."),
     ] = None,
     step: CheckpointStep = None,
     seed: Annotated[int, typer.Option(help="Seed of --limit and --mutate.")] = 0,

@@ -18,12 +18,19 @@ def eval_lm_eval(
     tasks: Annotated[list[str], typer.Argument(help="Names of lm-eval tasks.", metavar="TASK...")],
     include_path: Annotated[
         Path | None,
-        typer.Option("--include-path", help="A directory with YAML files of further tasks.", metavar="DIR"),
+        typer.Option(
+            "--include-path",
+            help="A directory with YAML files of further tasks. Default: those of lm-eval.",
+            metavar="DIR",
+        ),
     ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option("--num-fewshot", min=0, help="Number of examples in a prompt. Default: the task's.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of items of each task.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Maximum number of items of each task, to save time. Default: all."),
+    ] = None,
     step: CheckpointStep = None,
     json: Json = False,
 ) -> Result:

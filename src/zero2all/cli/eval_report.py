@@ -13,8 +13,12 @@ from zero2all.cli.conventions import Json, Result, command
 @command
 def eval_report(
     runs: Annotated[list[str], typer.Argument(help="Run directories.", metavar="RUN...")],
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report with plots to this HTML file.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the report to this Markdown file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report with plots to this HTML file. Default: none.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the report to this Markdown file. Default: none.")
+    ] = None,
     json: Json = False,
 ) -> Result:
     """Compare the evaluated checkpoints of runs.

@@ -1,88 +1,52 @@
-"""z2a generate"""
+"""z2a chat --prompt: text completion."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from zero2all.cli.conventions import Json, Result, RunPath, command
-from zero2all.cli.runs import CheckpointStep, PipelineParallel, TensorParallel
+from zero2all.cli.conventions import Result
 from zero2all.console import sanitize
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zero2all.generation import Completion, TextPiece
+    from zero2all.generation import Completion, SamplingParams, TextPiece
     from zero2all.model import Z2all
     from zero2all.parallel import ParallelModel
 
 
-@command
-def generate(
-    run: RunPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="The prompt.")] = "",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="A file with a prompt on each line; in a .jsonl file, an object with the key 'prompt'.",
-            metavar="FILE",
-        ),
-    ] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Number of texts to generate for each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens. 0 samples from all.")] = 50,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Sample from the fewest of the most likely tokens that have this probability together."),
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Sample from tokens with at least this probability, relative to the most likely token."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens of the prompt and of the text so far become less likely.")
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string. May be given several times.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
-    step: CheckpointStep = None,
-    tp: TensorParallel = 1,
-    pp: PipelineParallel = 1,
-    json: Json = False,
-) -> Result:
-    """Generate text from a prompt, or from each prompt of a file.
+@dataclass(frozen=True)
+class Request:
+    """What ``z2a chat --prompt`` is asked for."""
 
-    On a terminal, the text of a single prompt appears as it is generated.
+    prompt: str | None
+    prompts: Path | None
+    num_samples: int
+    params: SamplingParams
 
-    Example: z2a generate runs/first --prompt "def main("
-    """
-    from zero2all.generation import SamplingParams, generate_batch, stream
+
+def complete_prompts(target: str, step: int | None, request: Request, tp: int, pp: int, json: bool) -> Result:
+    """Complete the text of a prompt, or of each prompt of a file, without a chat template."""
+    from zero2all.evals.target import find_target
+    from zero2all.generation import generate_batch, stream
     from zero2all.recipe import ParallelRecipe
-    from zero2all.train import Run
 
-    if prompt and prompts is not None:
+    if request.prompt is not None and request.prompts is not None:
         raise UsageError("give --prompt or --prompts, not both")
-    texts = [prompt] if prompts is None else _read_prompts(prompts)
-    texts = [text for text in texts for _ in range(num_samples)]
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, tuple(stop or ()), seed)
-    opened = Run.open(run)
-    tokenizer = opened.tokenizer()
+    texts = [request.prompt or ""] if request.prompts is None else _read_prompts(request.prompts)
+    texts = [text for text in texts for _ in range(request.num_samples)]
+    found = find_target(target, step)
     if tp * pp > 1:
-        model: Z2all | ParallelModel = opened.load_parallel_model(
-            ParallelRecipe(tp=tp, pp=pp, dp_shard=1, sp=False), step
-        )
+        model: Z2all | ParallelModel = found.load_parallel_model(ParallelRecipe(tp=tp, pp=pp, dp_shard=1, sp=False))
     else:
-        model = opened.load_model(step)
+        model = found.load_model()
+    tokenizer, params = found.tokenizer, request.params
     if len(texts) == 1 and not json and tp * pp == 1 and _stdout_is_terminal():
         return Result(None, _print_stream(texts[0], stream(model, tokenizer, texts, params)))
     completions = generate_batch(model, tokenizer, texts, params)

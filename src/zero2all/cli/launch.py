@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, command, resumable_command
-from zero2all.elastic.addresses import OverlayKind
+from zero2all.cli.conventions import HelpAll, Json, Result, resumable_command
+from zero2all.elastic.addresses import DEFAULT_PORT, HostPort, OverlayKind
 from zero2all.elastic.node_exclusion import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError, Z2aError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 RankCommand = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         help="What every rank runs: a z2a command such as 'train my.yaml', 'python script.py', 'python -m module', "
         "or the path of a program.",
@@ -43,15 +43,24 @@ RdzvEndpoint = Annotated[
     typer.Option(
         "--rdzv-endpoint",
         "--rendezvous",
-        help="HOST:PORT of the rendezvous server, the same on every node. Required for several nodes.",
+        help="HOST:PORT of the rendezvous server, the same on every node. Default: none, for one node.",
     ),
 ]
 RdzvListen = Annotated[
     str | None,
     typer.Option(
         "--rdzv-listen",
-        help="ADDRESS or ADDRESS:PORT to bind on the node that runs the rendezvous server, if not the endpoint; behind "
-        "a port map the port that it leads to.",
+        help="ADDRESS or ADDRESS:PORT to bind on the node that runs the rendezvous server. Default: the endpoint; "
+        "behind a port map the port that it leads to.",
+        hidden=True,
+    ),
+]
+RendezvousOnly = Annotated[
+    bool,
+    typer.Option(
+        "--rendezvous-only",
+        help="Run no ranks but the rendezvous server of other nodes' jobs, on a machine that stays up, such as the "
+        "login node. It listens at --rdzv-listen. Default: 127.0.0.1:29500, for this machine alone.",
     ),
 ]
 Advertise = Annotated[
@@ -59,8 +68,9 @@ Advertise = Annotated[
     typer.Option(
         "--advertise",
         "--local-addr",
-        help="HOST or HOST:PORT at which other nodes reach this one, if not its own address. The port is that of the "
+        help="HOST or HOST:PORT at which other nodes reach this one. Default: its own address. The port is that of the "
         "ranks' store, or with --overlay its UDP port.",
+        hidden=True,
     ),
 ]
 Listen = Annotated[
@@ -69,6 +79,7 @@ Listen = Annotated[
         "--listen",
         help="Address or interface (10.0.0.2, eth1) that the ranks of this node use, and optionally the port that "
         "--advertise leads to (eth1:29501, or only 29501). Default: the one that leads to the rendezvous, any port.",
+        hidden=True,
     ),
 ]
 Overlay = Annotated[
@@ -77,6 +88,7 @@ Overlay = Annotated[
         "--overlay",
         help="Connect the nodes by a private network (wireguard) over one UDP port each, where port maps or firewalls "
         "separate them. Needs root and wireguard-tools.",
+        hidden=True,
     ),
 ]
 Backend = Annotated[
@@ -85,11 +97,16 @@ Backend = Annotated[
         "--backend",
         help="Use gloo instead of NCCL on GPUs too, where NCCL hangs although the network works "
         "('z2a doctor --net'). It is slower. A script chooses its own.",
+        hidden=True,
     ),
 ]
 SecretFile = Annotated[
     Path | None,
-    typer.Option("--secret-file", help="File with the job secret. Default: $Z2A_JOB_SECRET, then a file in ~/.config."),
+    typer.Option(
+        "--secret-file",
+        help="File with the job secret. Default: $Z2A_JOB_SECRET, then a file in ~/.config.",
+        hidden=True,
+    ),
 ]
 MaxRestarts = Annotated[
     int | None,
@@ -108,28 +125,41 @@ HangAfter = Annotated[
         min=1,
         help="Seconds without a step after which a rank counts as hung. Default: 600. A script that does not call "
         "zero2all.elastic.heartbeat.beat is watched only if this is given, by its CPU time and I/O.",
+        hidden=True,
     ),
 ]
 RdzvTimeout = Annotated[
-    float, typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the rendezvous server to appear.")
+    float,
+    typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the rendezvous server to appear.", hidden=True),
 ]
-ReportDir = Annotated[Path, typer.Option("--report-dir", help="Directory for the failure reports of a script.")]
+ReportDir = Annotated[
+    Path, typer.Option("--report-dir", help="Directory for the failure reports of a script.", hidden=True)
+]
 Grace = Annotated[
-    float, typer.Option("--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.")
+    float,
+    typer.Option(
+        "--grace", min=1, help="Seconds that ranks have to save a checkpoint when the job is stopped.", hidden=True
+    ),
 ]
 Readmit = Annotated[
-    bool, typer.Option("--readmit", help="Come back to a job that has excluded this node, after it was repaired.")
+    bool,
+    typer.Option(
+        "--readmit", help="Come back to a job that has excluded this node, after it was repaired.", hidden=True
+    ),
 ]
 NodeTest = Annotated[
     bool,
     typer.Option(
         "--node-test/--no-node-test",
         help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
+        hidden=True,
     ),
 ]
 Stragglers = Annotated[
     StragglerPolicy,
-    typer.Option("--stragglers", help="Log a warning about a node that all others wait for, or exclude it."),
+    typer.Option(
+        "--stragglers", help="Log a warning about a node that all others wait for, or exclude it.", hidden=True
+    ),
 ]
 Notify = Annotated[
     str | None,
@@ -137,7 +167,7 @@ Notify = Annotated[
         "--notify",
         envvar=NOTIFY_VARIABLE,
         help="Command that gets each event of the job (node lost or excluded, restart, end) as JSON on stdin, "
-        "or a URL to which it is posted.",
+        "or a URL to which it is posted. Default: none.",
     ),
 ]
 NumaBinding = Annotated[
@@ -146,6 +176,7 @@ NumaBinding = Annotated[
         "--numa-binding",
         help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
         "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
+        hidden=True,
     ),
 ]
 Island = Annotated[
@@ -154,12 +185,17 @@ Island = Annotated[
         "--island",
         min=0,
         help="Number of this job, from 0, among the islands of a training (parallel.sync.islands). "
-        "The run is in RUN/island-NUMBER.",
+        "The run is in RUN/island-NUMBER. Default: no islands.",
+        hidden=True,
     ),
 ]
 IslandsEndpoint = Annotated[
     str | None,
-    typer.Option("--islands-endpoint", help="HOST:PORT of the rendezvous server at which the islands meet."),
+    typer.Option(
+        "--islands-endpoint",
+        help="HOST:PORT of the rendezvous server at which the islands meet. Default: none.",
+        hidden=True,
+    ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
 JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
@@ -168,29 +204,30 @@ Emit = Annotated[
     typer.Option(
         "--emit",
         help="Print a job file instead of running: a script for Slurm, an Indexed Job for Kubernetes (k8s), or a "
-        "TrainJob or PyTorchJob for Kubeflow.",
+        "TrainJob or PyTorchJob for Kubeflow. Default: run here.",
     ),
 ]
-JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.")]
-To = Annotated[Path | None, typer.Option("--to", help="The file that --emit writes. Default: stdout.")]
-Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.")]
+JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.", hidden=True)]
+Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.", hidden=True)]
 GpusPerNode = Annotated[
     int | None,
     typer.Option(
         "--gpus-per-node",
         min=0,
         help="GPUs per node, for --emit. Default: one per rank, or none if train.device is cpu.",
+        hidden=True,
     ),
 ]
 
 
 @resumable_command
 def launch(
-    rank_command: RankCommand,
+    rank_command: RankCommand = None,
     nproc_per_node: NprocPerNode = 1,
     nodes: Nodes = "1",
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_listen: RdzvListen = None,
+    rendezvous_only: RendezvousOnly = False,
     advertise: Advertise = None,
     listen: Listen = None,
     overlay: Overlay = "none",
@@ -210,10 +247,10 @@ def launch(
     report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
     emit: Emit = None,
-    to: To = None,
     image: Image = "zero2all:latest",
     gpus_per_node: GpusPerNode = None,
     job_name: JobName = "z2a",
+    help_all: HelpAll = False,
     json: Json = False,
 ) -> Result:
     """Run a command on many ranks with elastic restarts.
@@ -223,7 +260,13 @@ def launch(
     Example: z2a launch --nproc-per-node 2 -- train recipes/quickstart.yaml
 
     Example: z2a launch --nproc-per-node 2 -- python my_script.py --lr 3e-4
+
+    Example: z2a launch --rendezvous-only --rdzv-listen 10.0.0.1:29500
     """
+    if rendezvous_only:
+        return _serve_rendezvous(rank_command, rdzv_listen, secret_file)
+    if not rank_command:
+        raise UsageError("give what every rank runs after --, such as: z2a launch --nproc-per-node 2 -- train my.yaml")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings add nothing
     from zero2all.elastic.launcher import LaunchConfig
 
@@ -239,20 +282,22 @@ def launch(
         if status := (doctor.run() if check else 0) or launch_config.run():
             raise typer.Exit(status if status > 0 else 1)
         return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
-    from zero2all.elastic.job_files import JobResources
-
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
-    if island is not None:
+    if gpus_per_node is None:
+        gpus_per_node = nproc_per_node if _uses_gpus(rank_command) else 0
+    return _emit_job(launch_config, emit, job_name, gpus_per_node, image)
+
+
+def _emit_job(launch_config: LaunchConfig, emit: JobFile, name: str, gpus: int, image: str) -> Result:
+    from zero2all.elastic.job_files import JobResources
+
+    if launch_config.island is not None:
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
-    if gpus_per_node is None:
-        gpus_per_node = nproc_per_node if _uses_gpus(rank_command) else 0
-    text = _job_file(launch_config, emit, JobResources(job_name, gpus_per_node, image))
-    if to is not None:
-        to.write_text(text, encoding="utf-8")
-    return Result({"emit": emit, "to": to and str(to), "text": text}, text if to is None else f"written to {to}")
+    text = _job_file(launch_config, emit, JobResources(name, gpus, image))
+    return Result({"emit": emit, "text": text}, text)
 
 
 def _node_range(nodes: str) -> tuple[int, int]:
@@ -288,31 +333,12 @@ def _job_file(launch_config: LaunchConfig, emit: JobFile, resources: JobResource
     return emitters[emit](launch_config, resources)
 
 
-@command
-def rendezvous(
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on. 0 picks a free port.")
-    ] = 29500,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            "--listen",
-            help="Address or name at which other nodes reach it. Default: 127.0.0.1, for this machine alone.",
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None, typer.Option("--secret-file", help="File with the job secret. It is created if it does not exist.")
-    ] = None,
-    json: Json = False,
-) -> Result:
-    """Run the rendezvous server for multi-node jobs.
-
-    Run it on a machine that stays up, such as the login node.
-
-    Example: z2a rendezvous --port 29500 --listen 10.0.0.1
-    """
-    require_linux("z2a rendezvous")
+def _serve_rendezvous(rank_command: list[str] | None, listen: str | None, secret_file: Path | None) -> Result:
+    require_linux("z2a launch --rendezvous-only")
     from zero2all.elastic.rendezvous_server import serve_rendezvous
 
-    serve_rendezvous(port, listen, secret_file)
+    if rank_command:
+        raise UsageError("--rendezvous-only runs no ranks: leave out the command after --")
+    bound = HostPort("", None) if listen is None else HostPort.parse(listen, "--rdzv-listen")
+    serve_rendezvous(DEFAULT_PORT if bound.port is None else bound.port, bound.host or None, secret_file)
     return Result({}, "")

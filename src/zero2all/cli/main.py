@@ -14,19 +14,15 @@ from zero2all.cli import (
     bench,
     chat,
     ckpt,
+    compare,
     corpus,
     doctor,
-    experiments,
-    generate,
     launch,
-    model,
-    profile,
     recipe,
     runs,
     serve,
     tokenizer,
     tokens,
-    tune,
     watch,
 )
 from zero2all.cli import eval as eval_command
@@ -50,27 +46,18 @@ app.add_typer(recipe.app, name="recipe")
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(tokens.app, name="tokens")
-app.add_typer(model.app, name="model")
 app.command("train")(runs.train)
-app.command("sweep")(experiments.sweep)
-app.command("ladder")(experiments.ladder)
 app.command("launch")(launch.launch)
-app.command("rendezvous")(launch.rendezvous)
 app.command("plan")(plan_command.plan)
-app.command("tune")(tune.tune)
 app.add_typer(ckpt.app, name="ckpt")
-app.command("profile")(profile.profile)
-app.command("goodput")(runs.goodput)
 app.command("doctor")(doctor.doctor)
-app.command("compare")(experiments.compare)
+app.command("compare")(compare.compare)
 app.add_typer(eval_command.app, name="eval")
-app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("export")(runs.export)
 app.add_typer(bench.app, name="bench")
 app.command("watch")(watch.watch)
-app.command("report")(watch.report)
 app.command("blame")(watch.blame)
 
 

@@ -15,7 +15,10 @@ def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Output directory of all stages.")],
     corpus: Annotated[
         list[Path] | None,
-        typer.Option("--corpus", help="Text to train on: files or directories. Several paths can follow."),
+        typer.Option(
+            "--corpus",
+            help="Text to train on: files or directories; several paths can follow. Default: generated stories.",
+        ),
     ] = None,
     more: Annotated[
         list[str] | None,

@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import (
-    EngineKind,
     Json,
     Overrides,
-    RayAddress,
+    Ray,
     RecipePath,
     Result,
     Workers,
     command,
     resumable_command,
+    task_engine,
 )
 
 TokenizerDir = Annotated[Path, typer.Argument(help="Tokenizer directory.", metavar="DIR")]
@@ -37,9 +37,8 @@ def tokenizer_group() -> None:
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    engine: EngineKind = "local",
     workers: Workers = None,
-    ray_address: RayAddress = None,
+    ray: Ray = None,
     max_memory: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +51,7 @@ def train(
 
     Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 --max-memory 4GiB
     """
-    from zero2all.engine import Engine, available_cores
+    from zero2all.engine import available_cores
     from zero2all.io import MANIFEST, read_json
     from zero2all.recipe import load_recipe
     from zero2all.tokenizer import train_tokenizer
@@ -60,7 +59,7 @@ def train(
 
     memory = [f"tokenizer.max_memory={max_memory}"] if max_memory else []
     loaded = load_recipe(recipe, [*(overrides or []), *memory])
-    where = Engine(engine, workers or available_cores(), ray_address)
+    where = task_engine(workers or available_cores(), ray)
 
     def before_replace() -> None:
         from zero2all.train.data_in_use import commands_beside, refuse_tokenizer_change
@@ -109,9 +108,11 @@ def evaluate(
         list[Path], typer.Argument(help="Tokenizer directories, or tokenizer.json files.", metavar="DIR...")
     ],
     text: Annotated[list[str], typer.Option("--text", help="Text to evaluate on, as NAME=PATH. Can be repeated.")],
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also write a bar chart to this SVG file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Also write a bar chart to this SVG file. Default: none.")
+    ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", help="Also write the table to this Markdown file. Default: none.")
     ] = None,
     json: Json = False,
 ) -> Result:
@@ -145,8 +146,12 @@ def evaluate(
 def inspect(
     directory: TokenizerDir,
     text: Annotated[str | None, typer.Argument(help="The text to tokenize.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Read the text from this file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page to this file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Read the text from this file. Default: the argument.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write an HTML page to this file. Default: none.")
+    ] = None,
     special: Annotated[
         bool, typer.Option("--special", help="Parse special-token strings in the text as special tokens.")
     ] = False,

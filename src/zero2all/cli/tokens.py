@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from zero2all.cli.conventions import (
-    EngineKind,
     Json,
     Overrides,
-    RayAddress,
+    Ray,
     RecipePath,
     Result,
     VerifyOutput,
     command,
     resumable_command,
+    task_engine,
 )
 from zero2all.errors import UsageError
 
@@ -29,11 +29,10 @@ app = typer.Typer(help="Tokenize documents; show which tokens are learned.", no_
 def build(
     recipe: RecipePath,
     overrides: Overrides = None,
-    engine: EngineKind = "local",
     workers: Annotated[
         int, typer.Option("--workers", min=1, help="Number of local processes. One process already uses all cores.")
     ] = 1,
-    ray_address: RayAddress = None,
+    ray: Ray = None,
     verify: VerifyOutput = False,
     json: Json = False,
 ) -> Result:
@@ -41,13 +40,12 @@ def build(
 
     Example: z2a tokens build my.yaml
     """
-    from zero2all.engine import Engine
     from zero2all.recipe import load_recipe
     from zero2all.tokens import build_tokens
     from zero2all.units import show_count
 
     loaded = load_recipe(recipe, overrides)
-    where = Engine(engine, workers, ray_address)
+    where = task_engine(workers, ray)
 
     def before_replace() -> None:
         from zero2all.train.data_in_use import commands_beside, refuse_store_change

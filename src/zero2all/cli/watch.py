@@ -1,4 +1,4 @@
-"""z2a watch | report | blame"""
+"""z2a watch | blame"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Result, RunPath, command
+from zero2all.errors import UsageError, need
 
 if TYPE_CHECKING:
     from zero2all.track.run_view import RunView
@@ -25,8 +26,16 @@ MAX_NAMES = 20  # of runs, in a line of the terminal
 @command
 def watch(
     runs: RunTargets,
-    once: Annotated[bool, typer.Option("--once", help="Print the status of the runs and exit.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print status, goodput and findings, and exit, such as in a script.")
+    ] = False,
     tty: Annotated[bool, typer.Option("--tty", help="Draw charts in the terminal instead of a web page.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write the page with its data to this file and exit, to share or to keep. Default: serve it."
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to serve the page on. With 0.0.0.0 other machines can reach it.")
     ] = "127.0.0.1",
@@ -40,18 +49,28 @@ def watch(
 ) -> Result:
     """Watch runs live in a browser or terminal.
 
-    With --once, print their status and exit. /metrics of the page's server is for Prometheus, which reads the same
+    With --once, print their status, goodput and findings, and exit. With --html, write a standalone report: charts,
+    samples, events, recipe and environment. /metrics of the page's server is for Prometheus, which reads the same
     --key-file.
 
     Example: z2a watch runs/first ssh://me@cluster/runs/big
+
+    Example: z2a watch runs/first --html first.html
     """
     from zero2all.console import console
     from zero2all.track.terminal import checked_status, health_report_lines, watch_terminal
 
+    if sum((once, tty, html is not None)) > 1:
+        raise UsageError("give one of --once, --tty and --html")
+    if html is not None:
+        need("starlette", "track")
     opened = _open_runs(runs, ssh, read=once or tty)  # the page is there before all of many runs are read
-    if once:
+    if once or html is not None:
         for run in opened:
             run.read_to_end()
+    if html is not None:
+        return _write_page(opened, html)
+    if once:
         return Result(
             {"runs": [checked_status(run) for run in opened]},
             "\n".join(line for run in opened for line in health_report_lines(run)),
@@ -62,32 +81,6 @@ def watch(
         else:
             _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port, key_file)
     return Result({"runs": [run.status() for run in opened]}, "")
-
-
-@command
-def report(
-    runs: RunTargets,
-    html: Annotated[Path, typer.Option("--html", help="The HTML file to write.")],
-    ssh: Ssh = "ssh",
-    json: Json = False,
-) -> Result:
-    """Write a standalone HTML report of runs.
-
-    The report contains charts, samples, events, recipe and environment.
-
-    Example: z2a report runs/first --html first.html
-    """
-    from zero2all.errors import need
-    from zero2all.io import write_text
-
-    need("starlette", "track")
-    from zero2all.track.html_report import report_html
-
-    opened = _open_runs(runs, ssh)
-    for run in opened:
-        run.read_to_end()
-    write_text(html, report_html(opened))
-    return Result({"html": str(html), "bytes": html.stat().st_size}, f"written to {html}")
 
 
 @command
@@ -140,10 +133,17 @@ def _open_runs(targets: list[str], ssh: str, read: bool = True) -> list[RunView]
     return opened
 
 
+def _write_page(runs: list[RunView], html: Path) -> Result:
+    from zero2all.io import write_text
+    from zero2all.track.html_report import report_html
+
+    write_text(html, report_html(runs))
+    return Result({"html": str(html), "bytes": html.stat().st_size}, f"written to {html}")
+
+
 def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: int, key_file: Path | None) -> None:
     """Runs that begin below a local target later are shown too."""
     from zero2all.console import say
-    from zero2all.errors import need
 
     need("starlette", "track")
     need("uvicorn", "track")

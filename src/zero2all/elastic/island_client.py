@@ -98,8 +98,8 @@ class IslandClient:
                     say(f"waiting for the rendezvous of the islands ({error})")
                 if now - lost_since >= self._patience:
                     raise Z2aError(
-                        f"no rendezvous of the islands ({error}): start 'z2a rendezvous' there, then this island "
-                        "again; it resumes from its newest checkpoint"
+                        f"no rendezvous of the islands ({error}): start 'z2a launch --rendezvous-only' there, "
+                        "then this island again; it resumes from its newest checkpoint"
                     ) from None
             self._check_stop()
             time.sleep(RETRY_INTERVAL)

@@ -57,7 +57,9 @@ REPORT_DIRECTORY = Path("z2a-reports")
 MAX_RENDEZVOUS_LOSSES = 3  # times in a row that the rendezvous may be lost soon after connecting
 STABLE_AFTER = 600.0  # seconds connected after which a loss is a new one, not one more of the same
 RECONNECT_DELAY = 2.0  # seconds before connecting to the rendezvous again
-RENDEZVOUS_ADVICE = "the rendezvous is gone; 'z2a rendezvous' on a separate machine lets a job survive any node"
+RENDEZVOUS_ADVICE = (
+    "the rendezvous is gone; 'z2a launch --rendezvous-only' on a separate machine lets a job survive any node"
+)
 MONITOR_INTERVAL = 0.1  # seconds between two checks of the ranks
 
 
@@ -111,7 +113,7 @@ class LaunchConfig:
     island: int | None = None
     """The number of this job among those of a training with several islands (``parallel.sync.islands``)."""
     islands_endpoint: str | None = None
-    """HOST:PORT of the rendezvous (``z2a rendezvous``) at which the islands meet."""
+    """HOST:PORT of the rendezvous (``z2a launch --rendezvous-only``) at which the islands meet."""
 
     def __post_init__(self) -> None:
         if not self.command:

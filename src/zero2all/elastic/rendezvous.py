@@ -1,4 +1,4 @@
-"""The rendezvous of a job: hosted by one of its nodes, or a separate process (``z2a rendezvous``).
+"""The rendezvous of a job: hosted by one of its nodes, or a separate process (``z2a launch --rendezvous-only``).
 
 With a separate one the job survives the loss of any node. Otherwise the node that hosts it must stay.
 """

@@ -1,6 +1,6 @@
 """The rendezvous server: it tracks the nodes of each job, forms rounds, and keeps a small key-value store.
 
-It does not import torch, which takes 200 MB: ``z2a rendezvous`` runs on a machine of its own.
+It does not import torch, which takes 200 MB: ``z2a launch --rendezvous-only`` runs on a machine of its own.
 """
 
 from __future__ import annotations
@@ -457,11 +457,14 @@ def serve_rendezvous(port: int = DEFAULT_PORT, listen: str | None = None, secret
         server = RendezvousServer(address, port, secret)
     except OSError as error:
         raise Z2aError(
-            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try --port or --listen"
+            f"{address}:{port} cannot be bound ({error.strerror}): is a rendezvous running? Try another --rdzv-listen"
         ) from None
     say(f"nodes meet at {server.endpoint}; Ctrl-C ends it")
     if listen is None:
-        say(f"only this machine reaches it: for other nodes, start it with --listen {default_address()}")
+        say(
+            "only this machine reaches it: for other nodes, start it with "
+            f"--rdzv-listen {default_address()}:{server.address.port}"
+        )
     where = "the variable Z2A_JOB_SECRET" if path is None else f"{path} (mode 0600)"
     say(f"the job secret is in {where}: every node needs it, in the same place, by --secret-file or Z2A_JOB_SECRET")
     server.serve()

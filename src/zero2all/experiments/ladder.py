@@ -1,4 +1,4 @@
-"""``z2a ladder``: train a family of small models, fit the loss against compute, and predict the next size."""
+"""``z2a compare``: train a family of small models, fit the loss against compute, and predict the next size."""
 
 from __future__ import annotations
 

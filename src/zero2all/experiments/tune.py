@@ -1,4 +1,4 @@
-"""``z2a tune``: short trial runs find the fastest way to compute a recipe, and write it into a copy of the recipe.
+"""``z2a plan --try``: short trial runs find the fastest way to compute a recipe, and write a copy with it.
 
 Every trial is recorded when it ends, so a tuner that is killed at any moment is continued by the same command.
 """

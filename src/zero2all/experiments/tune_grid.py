@@ -1,4 +1,4 @@
-"""What ``z2a tune`` may change: keys that decide the speed of a recipe and not its result, and the plan of each choice.
+"""What ``z2a plan --try`` may change: keys that decide the speed of a recipe and not its result.
 
 The first choice on every axis is that of the recipe, so the point (0, 0, ...) is the recipe as it is.
 """

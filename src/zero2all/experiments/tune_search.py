@@ -1,4 +1,4 @@
-"""The search of ``z2a tune``: each axis alone, then what a model of the choices predicts, then rounds among the best.
+"""The search of ``z2a plan --try``: each axis alone, then what a model of them predicts, then rounds of the best.
 
 It knows nothing of recipes: a point is a choice on each axis, and ``measure`` gives its seconds, or None if it failed.
 The calls depend only on what earlier ones returned, so a search is resumed by answering them from a record.

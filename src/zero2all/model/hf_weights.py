@@ -38,7 +38,7 @@ class HFIndex:
 
 @dataclass(frozen=True)
 class HFSummary:
-    """What ``z2a model show`` says of the weights of a Hugging Face directory."""
+    """What ``z2a plan`` says of the weights of a Hugging Face directory."""
 
     path: str
     dtype: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero2all.errors import UsageError
+from zero2all.gpu_specs import Gpu
 from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import zero_stage
@@ -14,13 +15,14 @@ from zero2all.planner.rank_plan import MemoryPlan, RankLayers, plan_layers, plan
 from zero2all.planner.run_cost import (
     TOKENS_PER_PARAMETER,
     InferenceCost,
+    Pauses,
     RunCost,
     StageMemory,
     inference_cost,
     later_stages,
     run_cost,
 )
-from zero2all.planner.step_time import StepTime, plan_step
+from zero2all.planner.step_time import FORWARD_AND_BACKWARD, StepTime, plan_step
 from zero2all.planner.sync_plan import SyncPlan, plan_sync
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import Recipe
@@ -35,12 +37,29 @@ class Speed:
     tflops: float
     """Of a GPU, by zero2all's count: matrix products, every pair of attention."""
     mfu: float
+    mfu_by_format: float
+    """MFU against the peak of each product's own format: with float8 those of the projections have another peak."""
     hfu: float
     palm_tflops: float
     """By 6N + 12LHQT, with all parameters."""
     palm_mfu: float
     bloom_tflops: float
     """By BLOOM's formula: 6 or, with activation checkpointing, 8 for each parameter."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes that GPUs send in a step."""
+
+    sent: float
+    """By all of them."""
+    replicas: int
+    gradients: int
+    """fp32 gradients of all replicas, what an all-reduce has to combine."""
+
+    @classmethod
+    def of(cls, workload: Workload, step: StepTime, gpus: int, replicas: int) -> Exchanged:
+        return cls(gpus * sum(one.bytes for one in step.traffic), replicas, 4 * replicas * workload.parts.total)
 
 
 @dataclass(frozen=True)
@@ -61,11 +80,18 @@ class Plan:
     run: RunCost
     inference: InferenceCost
     later_stages: list[StageMemory]
+    traffic: Exchanged
     sync: SyncPlan | None
     """Ways to synchronize its nodes; None on one node."""
 
 
-def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price: float | None = None) -> Plan:
+def plan_run(
+    recipe: Recipe,
+    cluster: Cluster,
+    tokens: int | None = None,
+    price: float | None = None,
+    pauses: Pauses | None = None,
+) -> Plan:
     """Plan the stage that trains the most; memory is that of the stage that takes the most."""
     recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
@@ -90,7 +116,10 @@ def plan_run(recipe: Recipe, cluster: Cluster, tokens: int | None = None, price:
         palm_flops_per_token=workload.palm_flops,
         step=step,
         speed=speed_of(workload, layout, cluster, step),
-        run=run_cost(workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price),
+        run=run_cost(
+            workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price, pauses or Pauses()
+        ),
+        traffic=Exchanged.of(workload, step, cluster.gpus, dims.dp),
         inference=inference_cost(workload, cluster),
         later_stages=later_stages(workload, cluster),
         sync=plan_sync(recipe, stage, cluster),
@@ -115,6 +144,7 @@ def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTim
         tokens_per_second=rate,
         tflops=each * workload.flops.model / 1e12,
         mfu=each * workload.flops.model / peak,
+        mfu_by_format=each * _seconds_at_peak(workload, cluster.gpu),
         hfu=each
         * workload.flops.hardware(layout.recompute, every=layout.parallel.activation_checkpointing_every)
         / peak,
@@ -129,6 +159,14 @@ def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTim
             recomputes=layout.recompute == "full",
         ),
     )
+
+
+def _seconds_at_peak(workload: Workload, gpu: Gpu) -> float:
+    """Of one token on one GPU, if every product ran at the peak of its format."""
+    flops, usual = workload.flops, gpu.peak_flops(workload.precision) or gpu.flops
+    projections = (gpu.peak_flops("fp8") if workload.float8 else None) or usual
+    matrices = FORWARD_AND_BACKWARD * (flops.projections + flops.mlp)
+    return matrices / projections + (flops.model - matrices) / usual
 
 
 def describe_layout(layout: Layout, workload: Workload) -> dict[str, int | str]:

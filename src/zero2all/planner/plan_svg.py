@@ -52,7 +52,8 @@ def roofline_svg(plan: Plan) -> str:
     gpu, ridge = plan.cluster.gpu, ridge_intensity(plan)
     parts = [part for part in plan.step.parts if part.flops]
     end = max(1e4, *(part.intensity for part in parts))
-    corners = [(1.0, gpu.memory_bandwidth), (ridge, gpu.flops), (end, gpu.flops)]
+    start = min(1.0, *(part.intensity for part in parts))
+    corners = [(start, start * gpu.memory_bandwidth), (ridge, gpu.flops), (end, gpu.flops)]
     curves = [Curve(gpu.name, [(x, rate / 1e12) for x, rate in corners], colour=ROOF)]
     for number, part in enumerate(parts):
         point = (part.intensity, part.flops / part.seconds / 1e12)

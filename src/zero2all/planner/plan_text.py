@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from zero2all.charts.terminal import bar_text
 from zero2all.planner.pipeline import Timeline
 from zero2all.planner.plan import Plan
-from zero2all.planner.rank_plan import STORED, MemoryPlan, RankLayers
+from zero2all.planner.rank_plan import HOST_MEMORY, STORED, MemoryPlan, RankLayers
+from zero2all.planner.run_cost import TRAINED_BYTES
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
 from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
@@ -37,7 +38,8 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
         f"step: {step.expected:.3g} s expected; {step.shortest:.3g} s if all communication were hidden, "
         f"{step.longest:.3g} s if none",
         *([f"  of that {step.sampling:.3g} s for sampling answers"] if step.sampling else []),
-        f"speed: {show_rate(speed.tokens_per_second)}, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%}, "
+        f"speed: {show_rate(speed.tokens_per_second)}, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%} "
+        f"({speed.mfu_by_format:.1%} against the peak of each product's format), "
         f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
         f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
         *([] if plan.sync is None or plan.sync.recommendation == FAST_ENOUGH else ["", *sync_lines(plan.sync), ""]),
@@ -49,7 +51,22 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
 def _plan_memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
     verdict = "fits" if plan.fits else "does not fit"
     first, *rest = memory_lines(plan.memory, plan.cluster.gpu.memory, int(plan.layout["pp"]))
-    return [f"{first}, {verdict}", *rest, *(f"  it fits with {change}" for change in changes)]
+    return [
+        f"{first}, {verdict}", *rest, *_pinned_lines(plan), *(f"  it fits with {change}" for change in changes)
+    ]  # fmt: skip
+
+
+def _pinned_lines(plan: Plan) -> list[str]:
+    """Pinned memory is never paged out, so it is missing everywhere else on the node."""
+    count = plan.cluster.gpus_per_node
+    pinned, there = count * plan.memory.host, round(count * HOST_MEMORY)
+    if not pinned:
+        return []
+    verdict = "more than there is" if pinned > there else f"{pinned / there:.0%} of it"
+    return [
+        f"  a node pins {show_bytes(pinned)} for that, which no other program can use: {verdict}, "
+        f"if it has {show_bytes(there)} for {count} GPUs"
+    ]
 
 
 def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
@@ -66,12 +83,16 @@ def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
 
 def _zero_lines(plan: Plan) -> list[str]:
     """The count of the ZeRO paper beside ours, which has fp32 gradients and gathers weights in blocks."""
-    paper, memory = plan.zero_paper, plan.memory
+    paper, memory, parameters = plan.zero_paper, plan.memory, plan.parameters
+    three = [show_bytes(size) for size in (paper.weights, paper.gradients, paper.optimizer)]
     sizes = ", ".join(f"{stage}: {show_bytes(size)}" for stage, size in enumerate(paper.stages))
     ours = memory.bytes_of(STORED, "gradients", "optimizer state") + memory.host + memory.files
     gathered = memory.bytes_of("weights in", "unsharded gradients")
     return [
-        f"states by the ZeRO paper, 2 + 2 + 12 bytes per parameter on {paper.ranks} data-parallel ranks: {sizes}",
+        f"to load the model: {show_bytes(2 * parameters)} in bf16, {show_bytes(6 * parameters)} with fp32 weights "
+        f"beside (6 GB per billion parameters); to train it: {show_bytes(TRAINED_BYTES * parameters)} and activations",
+        f"states by the ZeRO paper, 2 + 2 + 12 bytes per parameter: weights {three[0]}, gradients {three[1]}, "
+        f"optimizer {three[2]}; by stage on {paper.ranks} data-parallel ranks {sizes}",
         f"  here {show_bytes(ours)}, with gradients in the dtype of the weights, and "
         f"{show_bytes(gathered)} of gathered weights and gradients on their way",
     ]
@@ -99,7 +120,7 @@ def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     ]
     for part in parts:
         share = part.seconds / plan.step.compute
-        intensity = f"{part.intensity:,.0f}" if part.flops else "-"
+        intensity = f"{part.intensity:,.{int(part.intensity < 10)}f}" if part.flops else "-"
         time = f"{part.seconds:>8.3g}s {bar_text(share, BAR)}"
         lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs a byte, {part.bound}-bound")
     return lines
@@ -113,7 +134,12 @@ def ridge_intensity(plan: Plan) -> float:
 def _traffic_lines(plan: Plan) -> list[str]:
     if not plan.step.traffic:
         return []
-    lines = [f"communication of a rank in a step: {plan.step.communication:.3g} s"]
+    sent = plan.traffic
+    lines = [
+        f"communication of a rank in a step: {plan.step.communication:.3g} s; "
+        f"all GPUs send {show_bytes(round(sent.sent))}",
+        f"  the fp32 gradients of {sent.replicas} replicas are {show_bytes(sent.gradients)}",
+    ]
     for one in plan.step.traffic:
         name = f"{one.dimension}: {one.what}"
         how = "hidden" if one.overlaps else "exposed"
@@ -139,10 +165,16 @@ def _cost_lines(plan: Plan) -> list[str]:
     money = f", {run.money:,.0f} at {run.price:g} a GPU-hour" if run.money is not None else ""
     weights = ", ".join(f"{name} {show_bytes(size)}" for name, size in served.weights.items())
     lines = [
-        f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_seconds(run.hours * 3600)}, "
-        f"{run.gpu_hours:,.0f} GPU-hours without failures, {run.gpu_hours / run.goodput:,.0f} with them{money}",
+        f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_flops(run.flops)}, "
+        f"{show_seconds(run.hours * 3600)}, {run.gpu_hours:,.0f} GPU-hours without failures, "
+        f"{run.gpu_hours / run.goodput:,.0f} with them{money}",
         f"failures: {run.failures:.1f} expected, {run.failure_a_day:.1%} chance of one on a day; a checkpoint of "
         f"{show_bytes(run.checkpoint_bytes)} every {show_seconds(run.checkpoint_interval)}; goodput {run.goodput:.1%}",
+        *(
+            f"  {one.rate}: one in {show_seconds(one.between)}; a checkpoint every {show_seconds(one.daly)} "
+            f"(Daly; Young {show_seconds(one.young)}); goodput {one.goodput:.2%}"
+            for one in run.rates
+        ),
         f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "
         f"{show_count(served.flops_per_token)} FLOPs a token; {served.gpus} GPU(s), at most "
         f"{served.tokens_per_second:,.0f} tok/s for one sequence",
@@ -151,6 +183,17 @@ def _cost_lines(plan: Plan) -> list[str]:
     for stage in plan.later_stages:
         lines.append(f"  {stage.name:<8}{show_bytes(stage.bytes):>9} on at least {stage.gpus} GPU(s): {stage.note}")
     return lines
+
+
+def show_flops(flops: float) -> str:
+    """
+    >>> show_flops(3.14e23)
+    '314 ZFLOP'
+    """
+    for letter, size in (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15)):
+        if flops >= size:
+            return f"{flops / size:.3g} {letter}FLOP"
+    return f"{flops / 1e12:.3g} TFLOP"
 
 
 def search_text(result: SearchResult) -> str:

@@ -23,9 +23,12 @@ from zero2all.planner.fsdp_units import FsdpUnits
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
 from zero2all.planner.workload import GPU, Layout, Unit, Workload
 from zero2all.recipe import Recipe
-from zero2all.units import show_count
+from zero2all.units import show_bytes, show_count
 
-CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded
+CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded (CUDA_MODULE_LOADING=EAGER)
+LAZY_CONTEXT = round(0.47e9)  # the same with one kernel: CUDA_MODULE_LOADING=LAZY, the default, loads those that run
+LAZY_NOTE = f"all kernels loaded; {show_bytes(LAZY_CONTEXT)} before the first, with lazy loading"
+HOST_MEMORY = 256e9  # of a node, for each of its GPUs: 2 TB beside 8, as in DGX A100 and H100
 COMMUNICATORS = round(1.5e9)  # of torch.distributed over NCCL, measured after its first collective
 GROUP = round(0.1e9)  # of each further dimension of the mesh
 FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -173,7 +176,7 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
     allocated = sum(part.bytes for part in parts)
     if device.type == "cuda":
         parts += [
-            MemoryPart(CONTEXT, CUDA_CONTEXT, "kernels"),
+            MemoryPart(CONTEXT, CUDA_CONTEXT, LAZY_NOTE),
             MemoryPart(GROUPS, _communicators(layout), "NCCL"),
             MemoryPart(MARGIN, round(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of the tensors"),
         ]

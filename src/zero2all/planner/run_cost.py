@@ -14,13 +14,45 @@ from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
 from zero2all.recipe.model import LoraConfig
 
-FAILURES_PER_GPU_DAY = FAILURE_RATES["0.27 % a card and day"]
-CHECKPOINT_STALL = 5.0  # seconds: the copy to host memory; writing goes on beside training
-RECOVERY = 300.0  # seconds from a failure to the next step: detection, rendezvous, loading
+PLANNED_RATE = "0.27 % a card and day"
+FAILURES_PER_GPU_DAY = FAILURE_RATES[PLANNED_RATE]
 SERVED_BATCH = 8
 LORA_RANK = 16
 TRAINED_BYTES = 18  # per parameter: fp32 and bf16 weights, fp32 gradients, two moments of AdamW
 TOKENS_PER_PARAMETER = 20  # compute-optimal, https://arxiv.org/abs/2203.15556
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds in which a run does not train."""
+
+    stall: float = 5.0
+    """For each checkpoint: the copy to host memory; writing goes on beside training."""
+    recovery: float = 300.0
+    """From a failure to the next step: detection, rendezvous, loading."""
+
+
+@dataclass(frozen=True)
+class FailureCost:
+    """Of a published rate of failures on these GPUs."""
+
+    rate: str
+    between: float
+    """Seconds between two failures, on average."""
+    young: float
+    """Seconds between checkpoints, by Young."""
+    daly: float
+    goodput: float
+    """Expected share of the time that advances training, with Daly's interval."""
+
+
+def failure_costs(gpus: int, pauses: Pauses) -> list[FailureCost]:
+    found = []
+    for rate, each in FAILURE_RATES.items():
+        model = FailureModel(DAY / (each * gpus), pauses.stall, pauses.recovery)
+        goodput = model.goodput(model.daly_interval)
+        found.append(FailureCost(rate, model.mtbf, model.young_interval, model.daly_interval, goodput))
+    return found
 
 
 @dataclass(frozen=True)
@@ -29,6 +61,8 @@ class RunCost:
 
     tokens: int
     steps: int
+    flops: float
+    """Of the matrix products."""
     hours: float
     gpu_hours: float
     """Without failures."""
@@ -45,18 +79,24 @@ class RunCost:
     """Seconds between checkpoints at which goodput is highest (Daly)."""
     goodput: float
     """Expected share of the time that advances training."""
+    rates: list[FailureCost]
+    """The same for each published rate of failures."""
 
 
-def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: int, price: float | None) -> RunCost:
+def run_cost(
+    workload: Workload, cluster: Cluster, step_seconds: float, tokens: int, price: float | None,
+    pauses: Pauses = Pauses(),
+) -> RunCost:  # fmt: skip
     steps = math.ceil(tokens / workload.batch_tokens)
     hours = steps * step_seconds / 3600
     failures_a_day = FAILURES_PER_GPU_DAY * cluster.gpus
-    model = FailureModel(mtbf=DAY / failures_a_day, stall=CHECKPOINT_STALL, recovery=RECOVERY)
-    goodput = model.goodput(model.daly_interval)
-    parts = workload.parts
+    rates = failure_costs(cluster.gpus, pauses)
+    usual = next(one for one in rates if one.rate == PLANNED_RATE)
+    goodput, parts = usual.goodput, workload.parts
     return RunCost(
         tokens=tokens,
         steps=steps,
+        flops=float(tokens) * workload.flops.model,
         hours=hours / goodput,
         gpu_hours=hours * cluster.gpus,
         price=price,
@@ -64,8 +104,9 @@ def run_cost(workload: Workload, cluster: Cluster, step_seconds: float, tokens: 
         failures=failures_a_day * hours / goodput / 24,
         failure_a_day=failure_probability(FAILURES_PER_GPU_DAY, cluster.gpus),
         checkpoint_bytes=round(weight_dtype(workload.optimizer).itemsize * parts.total + parts.all.state.total),
-        checkpoint_interval=model.daly_interval,
+        checkpoint_interval=usual.daly,
         goodput=goodput,
+        rates=rates,
     )
 
 

@@ -19,6 +19,7 @@ from zero2all.planner.workload import Layout, Workload
 
 MEMORY_EFFICIENCY = 0.8  # of the nominal memory bandwidth: what element-wise kernels reach
 FORWARD_AND_BACKWARD = 3  # a product has two in the backward
+NORM_FLOPS, ROPE_FLOPS, SWIGLU_FLOPS = 4, 3, 5  # for each element, in a pass
 HIDDEN_COST = 0.15  # of a hidden collective: NCCL's kernels take about this share of the multiprocessors while they run
 
 
@@ -132,11 +133,17 @@ def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[
          passes / FORWARD_AND_BACKWARD * (6 * gathered + 3 * heads + 2 * wide) if repeated else 0.0),
         ("head and loss", workload.precision, FORWARD_AND_BACKWARD * flops.head,
          tokens * FORWARD_AND_BACKWARD * element * config.padded_vocab_size / dims.tp),
-        ("norms, residual stream, RoPE, SwiGLU", "", 0.0,
-         again * (2 * (3 * stream + 4) * (hidden if layout.parallel.sp else gathered) + 4 * (heads + keys) + 6 * wide)),
     ]  # fmt: skip
     parts = [_part(name, precision, count * tokens / dims.tp, moved, cluster) for name, precision, count, moved in rows]
-    return [*(part for part in parts if part.seconds), _update(workload, layout, cluster)]
+    width = hidden if layout.parallel.sp else gathered
+    vectors = [
+        # A block has two norms and two residual connections. Their sums over the width make norms the denser ones.
+        _vector_part("norms", again * 2 * NORM_FLOPS * width, again * 2 * (stream + 2) * width, cluster),
+        _vector_part("element-wise: residual, RoPE, SwiGLU",
+                     again * (2 * width + ROPE_FLOPS * (heads + keys) + SWIGLU_FLOPS * wide),
+                     again * (2 * (2 * stream + 2) * width + 4 * (heads + keys) + 6 * wide), cluster),
+    ]  # fmt: skip
+    return [*(part for part in [*parts, *vectors] if part.seconds), _update(workload, layout, cluster)]
 
 
 def pipeline_share(workload: Workload, layout: Layout) -> float:
@@ -171,6 +178,11 @@ def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluste
     peak = gpu.peak_flops(precision) or gpu.flops
     computing, moving = flops / (peak * gpu.efficiency), moved / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     return ComputePart(name, flops, moved, computing + moving, "compute" if computing >= moving else "memory")
+
+
+def _vector_part(name: str, flops: float, moved: float, cluster: Cluster) -> ComputePart:
+    """Of an operation without a matrix product, whose FLOPs take no time beside its memory traffic."""
+    return ComputePart(name, flops, moved, moved / (cluster.gpu.memory_bandwidth * MEMORY_EFFICIENCY), "memory")
 
 
 def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart:

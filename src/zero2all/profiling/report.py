@@ -1,4 +1,4 @@
-"""The result of ``z2a profile``, as a record and as text."""
+"""The result of ``z2a bench profile``, as a record and as text."""
 
 from __future__ import annotations
 

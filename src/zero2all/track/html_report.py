@@ -1,4 +1,4 @@
-"""``z2a report``: the live page with its data inside, as one self-contained file."""
+"""``z2a watch --html``: the live page with its data inside, as one self-contained file."""
 
 from __future__ import annotations
 

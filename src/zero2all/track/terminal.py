@@ -18,8 +18,10 @@ from zero2all.charts.plot import Curve, Plot
 from zero2all.charts.terminal import LABEL_WIDTH, line_text
 from zero2all.console import sanitize
 from zero2all.findings import COLOURS, Finding
+from zero2all.track.goodput import GoodputReport, compute_run_goodput, format_goodput
 from zero2all.track.health_checks import check_health
 from zero2all.track.record_reader import MetricTable
+from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.step_text import step_line
 from zero2all.units import show_count
@@ -34,6 +36,8 @@ class CheckedStatus(RunStatus):
     """What ``--once --json`` prints for a run."""
 
     verdicts: list[Finding] = field(default_factory=list)
+    lost_time: GoodputReport | None = None
+    """Of a run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,13 @@ class FailedStatus:
 
 def checked_status(run: RunView) -> CheckedStatus | FailedStatus:
     try:
-        return CheckedStatus(**vars(run.status()), verdicts=safe_check_health(run))
+        return CheckedStatus(**vars(run.status()), verdicts=safe_check_health(run), lost_time=_goodput(run))
     except Exception as error:  # the other runs are still shown
         return FailedStatus(run.name, error_message(error))
+
+
+def _goodput(run: RunView) -> GoodputReport | None:
+    return compute_run_goodput(run.location.directory) if isinstance(run.location, LocalRunLocation) else None
 
 
 def health_report_lines(run: RunView) -> list[str]:
@@ -59,14 +67,15 @@ def health_report_lines(run: RunView) -> list[str]:
 
 def _health_report_lines(run: RunView) -> list[str]:
     try:
-        status = run.status()
+        status, goodput = run.status(), _goodput(run)
     except Exception as error:
         return [f"{run.name}: {error_message(error)}"]
     lines = [f"{run.name}: {_progress_line(status)}  ({status.ended or 'running'})"]
+    lines += [] if goodput is None else [f"  {format_goodput(goodput)}"]
     if status.trouble:
         lines.append(f"  cannot be read: {status.trouble}")
-    lines += [f"  {finding}".replace("\n", "\n  ") for finding in safe_check_health(run)]
-    return lines if len(lines) > 1 else [*lines, "  no problems found"]
+    findings = [f"  {finding}".replace("\n", "\n  ") for finding in safe_check_health(run)]
+    return lines + (findings or ([] if status.trouble else ["  no problems found"]))
 
 
 def _progress_line(status: RunStatus) -> str:

@@ -1,4 +1,5 @@
-"""``z2a train --dry-run``: everything that is known about a run before it is trained. Nothing is written."""
+"""What ``z2a plan`` says of the training of a recipe: batch, epochs, schedule, and time on this machine. Nothing is
+written."""
 
 from __future__ import annotations
 
@@ -45,10 +46,9 @@ from zero2all.train.show_plan import (
     stage_line,
 )
 from zero2all.train.step_timing import TIMED_STEPS, StepTiming, time_steps
-from zero2all.units import show_bytes, show_count, show_seconds
+from zero2all.units import show_count, show_seconds
 
 TokensState = Literal["built", "estimated", "unknown"]
-DEFAULT_MFU = 0.4
 UNKNOWN = "unknown until 'z2a tokens build RECIPE'"
 UNKNOWN_TOKENS = 2**50  # of each source, where only a plan without epochs is asked for
 
@@ -77,7 +77,7 @@ class StageEstimate:
 class TimeEstimate:
     """How long training takes, and how that is known."""
 
-    basis: Literal["measured", "stated MFU", "unknown"]
+    basis: Literal["measured", "unknown"]
     device: str
     mfu: float | None
     tokens_per_second: float | None
@@ -120,25 +120,35 @@ class RunEstimate:
     epochs: dict[str, float] | None
     learning_rates: LearningRates
     advice: ScalingAdvice | None
-    memory_per_rank: MemoryPlan
     flops: float | None
-    time: TimeEstimate
     warnings: list[str]
-    gpu: str | None = None
-    gpu_memory: int | None = None
-    """Bytes of the GPU that was named."""
-    fits: bool | None = None
-    """Whether a rank fits into it; None if no GPU was named."""
+    memory_per_rank: MemoryPlan | None
+    """On this machine, as is ``time``: None if a GPU was named, for which the plan has both."""
+    time: TimeEstimate | None
+
+
+@dataclass(frozen=True)
+class EstimatedRun:
+    recipe: Recipe
+    """With every value that the recipe leaves open."""
+    estimate: RunEstimate
+    lines: list[str]
+    """The same for a person, without memory and time."""
+
+    @property
+    def text(self) -> str:
+        """With memory and time on this machine."""
+        estimate = self.estimate
+        assert estimate.memory_per_rank is not None
+        assert estimate.time is not None
+        memory = memory_lines(estimate.memory_per_rank, None, estimate.mesh["pp"])
+        return "\n".join([_head_line(estimate), *self.lines, *memory, _flops_line(estimate), _time_line(estimate)])
 
 
 def estimate_run(
-    recipe: Recipe,
-    world_size: int | None = None,
-    gpu: Gpu | None = None,
-    mfu: float = DEFAULT_MFU,
-    extend: ExtendMode | None = None,
-) -> tuple[RunEstimate, str]:
-    """The estimate, and its text. Time is computed for ``gpu`` at ``mfu``, or else measured on this device.
+    recipe: Recipe, world_size: int | None = None, gpu: Gpu | None = None, extend: ExtendMode | None = None
+) -> EstimatedRun:
+    """What is known of a run on ``gpu``; without one, on this machine, where steps are timed.
 
     ``world_size`` is the smallest that the parallel layout allows, if not given. ``extend`` is as in ``train``.
     """
@@ -157,7 +167,6 @@ def estimate_run(
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
     trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0
     plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps, extend)
-    memory = plan_recipe_memory(recipe, world_size, device)
     dims = ParallelDims.from_recipe(recipe.parallel, world_size)
     planned = {} if plan is None else {stage.name: stage for stage in plan.stages}
     stages = [
@@ -167,6 +176,7 @@ def estimate_run(
     epochs = plan.epochs_by_source() if plan is not None and state != "unknown" else None
     tokens = plan.tokens_before(plan.total_steps) if plan is not None else None
     optimizer = recipe.train.optimizer
+    initial, init_warnings = (None, []) if trained_steps else _initial_weights(recipe)
     estimate = RunEstimate(
         run=str(run.directory),
         parameters=count_parameters(recipe.model),
@@ -178,7 +188,7 @@ def estimate_run(
         tokens=tokens,
         trained_steps=trained_steps,
         trained_tokens=0 if plan is None else plan.tokens_before(trained_steps),
-        initial_weights=None if trained_steps else _initial_weights(recipe),
+        initial_weights=initial,
         stages=stages,
         epochs=epochs,
         learning_rates=LearningRates(
@@ -188,17 +198,13 @@ def estimate_run(
             chosen,
         ),
         advice=None if tokens is None else scaling_advice(recipe.model, tokens),
-        memory_per_rank=memory,
         flops=None if plan is None else sum(stage.flops or 0.0 for stage in stages),
-        time=_stated_time(stages, world_size, gpu, mfu)
-        if gpu is not None
-        else _measured_time(recipe, stages, dims, device, unavailable, store),
-        warnings=[*resume_warnings, *epoch_warnings(epochs or {}), *_padding_warnings(stages)],
-        gpu=None if gpu is None else gpu.name,
-        gpu_memory=None if gpu is None else gpu.memory,
-        fits=None if gpu is None else memory.total <= gpu.memory,
+        warnings=[*resume_warnings, *init_warnings, *epoch_warnings(epochs or {}), *_padding_warnings(stages)],
+        memory_per_rank=plan_recipe_memory(recipe, world_size, device) if gpu is None else None,
+        time=_measured_time(recipe, stages, dims, device, unavailable, store) if gpu is None else None,
     )
-    return estimate, _estimate_text(estimate, plan, read_lr_history(run.directory, trained_steps))
+    lines = _schedule_lines(estimate, plan, read_lr_history(run.directory, trained_steps))
+    return EstimatedRun(recipe, estimate, lines)
 
 
 def _token_counts(recipe: Recipe) -> tuple[TokensState, TokenStore | EstimatedStore, Mapping[str, int] | None]:
@@ -243,11 +249,15 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": resolve_model_config(recipe, Tokenizer(recipe.tokenizer_dir))})
 
 
-def _initial_weights(recipe: Recipe) -> InitialWeights | None:
+def _initial_weights(recipe: Recipe) -> tuple[InitialWeights | None, list[str]]:
+    """What the run would begin with, or why it would not begin."""
     if recipe.train.init is None:
-        return None
+        return None, []
     tokenizer = Tokenizer(recipe.tokenizer_dir) if _has_tokenizer(recipe) else None
-    return plan_initial_weights(find_weights(recipe.train.init), recipe.model, tokenizer).record
+    try:
+        return plan_initial_weights(find_weights(recipe.train.init), recipe.model, tokenizer).record, []
+    except Z2aError as error:
+        return None, [f"train.init: {error}"]
 
 
 def _has_tokenizer(recipe: Recipe) -> bool:
@@ -299,12 +309,6 @@ def _padding_warnings(stages: list[StageEstimate]) -> list[str]:
     ]
 
 
-def _stated_time(stages: list[StageEstimate], world_size: int, gpu: Gpu, mfu: float) -> TimeEstimate:
-    rate = gpu.flops * mfu * world_size
-    name = f"{world_size} x {gpu.name}"
-    return _total_time(stages, "stated MFU", name, mfu, [stage.flops_per_token / rate for stage in stages], "")
-
-
 def _measured_time(
     recipe: Recipe,
     stages: list[StageEstimate],
@@ -324,7 +328,7 @@ def _measured_time(
                 raise
             reason = "out of memory"
     if reason:
-        note = f"not measured: {reason}; name a GPU to compute it, such as --gpu H100 --mfu {DEFAULT_MFU}"
+        note = f"not measured: {reason}; name a GPU to compute it, such as --gpu h100"
         return TimeEstimate("unknown", "this machine", None, None, None, note)
     # Every rank computes its share of a batch, and updates its shards.
     updates = timing.update_seconds * dims.dp_replicate / dims.world_size
@@ -337,7 +341,7 @@ def _measured_time(
     notes += ["without torch.compile"] if wants_compile(recipe.train.compile, device) else []
     notes.append(f"MFU against {timing.peak.source}")
     mfu = timing.flops / timing.peak.flops
-    return _total_time(stages, "measured", f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))
+    return _total_time(stages, f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))
 
 
 def _time_largest_stage(
@@ -362,7 +366,6 @@ def _time_largest_stage(
 
 def _total_time(
     stages: list[StageEstimate],
-    basis: Literal["measured", "stated MFU"],
     device: str,
     mfu: float,
     seconds_per_token: list[float],
@@ -370,23 +373,24 @@ def _total_time(
 ) -> TimeEstimate:
     known = [stage.tokens for stage in stages]
     if any(tokens is None for tokens in known):
-        return TimeEstimate(basis, device, mfu, 1 / seconds_per_token[0], None, note)
+        return TimeEstimate("measured", device, mfu, 1 / seconds_per_token[0], None, note)
     tokens = [one or 0 for one in known]
     seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
-    return TimeEstimate(basis, device, mfu, sum(tokens) / seconds, seconds, note)
+    return TimeEstimate("measured", device, mfu, sum(tokens) / seconds, seconds, note)
 
 
-def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory | None) -> str:
-    """The same for a person."""
+def _head_line(estimate: RunEstimate) -> str:
     parameters, mesh = estimate.parameters, [f"{name} {size}" for name, size in estimate.mesh.items() if size > 1]
     active = f", {show_count(parameters.active)} active" if parameters.active != parameters.total else ""
-    lines = [
-        f"dry run of {estimate.run}: {show_count(parameters.total)} parameters{active}, {estimate.compute_dtype}, "
-        + (f"{estimate.world_size} ranks ({' x '.join(mesh)})" if mesh else "one process"),
-        *(f"chosen: {value}" for value in estimate.learning_rates.chosen),
-    ]
+    return f"{estimate.run}: {show_count(parameters.total)} parameters{active}, {estimate.compute_dtype}, " + (
+        f"{estimate.world_size} ranks ({' x '.join(mesh)})" if mesh else "one process"
+    )
+
+
+def _schedule_lines(estimate: RunEstimate, plan: Plan | None, history: LRHistory | None) -> list[str]:
+    lines = [f"chosen: {value}" for value in estimate.learning_rates.chosen]
     if estimate.trained_steps:
-        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}; steps and time below include these")
+        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}; steps and time include these")
     if estimate.initial_weights is not None:
         lines.append(initial_weights_line(estimate.initial_weights))
     for number, stage in enumerate(estimate.stages):
@@ -401,21 +405,7 @@ def _estimate_text(estimate: RunEstimate, plan: Plan | None, history: LRHistory 
         lines += lr_plot(plan, estimate.learning_rates.lr, history)
     if estimate.advice is not None:
         lines.append(advice_line(estimate.advice))
-    lines += [*memory_lines(estimate.memory_per_rank, estimate.gpu_memory, estimate.mesh["pp"]), *_fit_lines(estimate)]
-    lines += [f"warning: {warning}" for warning in estimate.warnings]
-    return "\n".join([*lines, _flops_line(estimate), _time_line(estimate)])
-
-
-def _fit_lines(estimate: RunEstimate) -> list[str]:
-    if estimate.gpu_memory is None:
-        return []
-    needed, there = show_bytes(estimate.memory_per_rank.total), show_bytes(estimate.gpu_memory)
-    if estimate.fits:
-        return [f"it fits: {needed} of the {there} of {estimate.gpu}"]
-    return [
-        f"it does not fit: {needed} on each rank, and {estimate.gpu} has {there}; 'z2a plan RECIPE --gpu "
-        f"{estimate.gpu} --gpus {estimate.world_size}' lists changes that help"
-    ]
+    return lines + [f"warning: {warning}" for warning in estimate.warnings]
 
 
 def _stage_lines(stage: StageEstimate, planned: StagePlan | None, only: bool) -> list[str]:
@@ -438,6 +428,7 @@ def _total_flops(flops: float | None) -> str:
 
 def _time_line(estimate: RunEstimate) -> str:
     known = estimate.time
+    assert known is not None
     if known.basis == "unknown":
         return f"time: {known.note}"
     total = f"time: {UNKNOWN}" if known.seconds is None else f"time: {show_seconds(known.seconds)}"
@@ -446,5 +437,4 @@ def _time_line(estimate: RunEstimate) -> str:
     if known.seconds and estimate.trained_tokens and estimate.tokens:
         total += f", {show_seconds(known.seconds * (1 - estimate.trained_tokens / estimate.tokens))} of it left"
     speed = f" on {known.device}, {show_count(round(known.tokens_per_second or 0))} tok/s at an MFU of {known.mfu:.1%}"
-    how = "stated, not measured" if known.basis == "stated MFU" else f"measured: {known.note}"
-    return f"{total}{speed} ({how})"
+    return f"{total}{speed} (measured: {known.note})"

@@ -170,7 +170,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _differences(path: Path, changes: list[str]) -> str:
-    return f"{path} has {'; '.join(changes)}: set model as there ('z2a model show {path}' prints it)"
+    return f"{path} has {'; '.join(changes)}: set model as there ('z2a plan {path}' prints it)"
 
 
 def config_changes(stored: ModelConfig, config: ModelConfig) -> list[str]:

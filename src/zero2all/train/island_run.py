@@ -33,8 +33,8 @@ def island_place(recipe: Recipe) -> IslandPlace | None:
         return None
     if ISLAND_VARIABLE not in os.environ:
         raise UsageError(
-            f"the recipe has {islands} islands (parallel.sync.islands): start 'z2a rendezvous', then each of them "
-            "with 'z2a launch --island NUMBER --islands-endpoint HOST:PORT -- train RECIPE'"
+            f"the recipe has {islands} islands (parallel.sync.islands): start 'z2a launch --rendezvous-only', "
+            "then each of them with 'z2a launch --island NUMBER --islands-endpoint HOST:PORT -- train RECIPE'"
         )
     island = int(os.environ[ISLAND_VARIABLE])
     if island >= islands:

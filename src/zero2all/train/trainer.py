@@ -259,7 +259,7 @@ class Trainer:
         if (directory := self.recipe.parallel.offload_dir) is not None:
             self.rank_group.on_all_ranks(partial(map_optimizer_state, self.optimizers, directory))
         if self.evaluate is not None and self.recipe.evals.every is not None and not self.model.is_replicated:
-            say("validation generates no samples: the weights are sharded; use 'z2a generate' with a checkpoint")
+            say("validation generates no samples: the weights are sharded; use 'z2a chat --prompt' with a checkpoint")
         self.copier = BatchCopier(device, self.model.micro_batch_rows)
         self.timer = StepTimer.for_device(device)
         self.guard = SpikeDetector(options.guard)

@@ -1,4 +1,4 @@
-"""``z2a model show``: everything about a recipe's model that follows from its shape, as data and as text."""
+"""``z2a plan --layers``: everything about a recipe's model that follows from its shape, as data and as text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from zero2all.gpu_specs import Gpu
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import (
     ParameterCounts,
-    TrainingMemory,
     count_parameters,
     kv_cache_bytes_per_token,
-    training_memory,
 )
 from zero2all.model.cost.shape_advice import Advice, Matmul, advise_shapes, model_matmuls
 from zero2all.model.hf_weights import HFSummary
@@ -62,18 +60,13 @@ class ModelDescription:
     parameters: ParameterCounts
     flops_per_token: FlopsSummary
     cache: KVCacheSize
-    training_memory: TrainingMemory
     ops: list[KernelChoice]
     gpu: str
     products: list[Matmul]
     advice: list[Advice]
-    weights: HFSummary | None = None
-    """Of a Hugging Face directory."""
 
 
-def describe_model(
-    recipe: Recipe, device: torch.device, gpu: Gpu, weights: HFSummary | None = None
-) -> ModelDescription:
+def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> ModelDescription:
     """Ops as they would be chosen on ``device``; shape advice for ``gpu``, which need not be there."""
     config, options = recipe.model, recipe.train
     parameters = count_parameters(config)
@@ -83,12 +76,10 @@ def describe_model(
         parameters=parameters,
         flops_per_token=_summarize_flops(config, options.seq_len, parameters),
         cache=KVCacheSize(context, per_token, per_token * context),
-        training_memory=training_memory(recipe, device),
         ops=_chosen_ops(config, device, options.deterministic),
         gpu=gpu.name,
         products=model_matmuls(config, options.effective_micro_batch_tokens, gpu, recipe.parallel.tp),
         advice=advise_shapes(recipe, gpu),
-        weights=weights,
     )
 
 
@@ -122,20 +113,17 @@ def _chosen_ops(config: ModelConfig, device: torch.device, deterministic: bool) 
 
 def model_text(shown: ModelDescription) -> str:
     """The same for a person."""
-    sections = [_parameters, _flops, _memory, _ops, _shapes]
-    if shown.weights is not None:
-        sections.insert(0, _weights)
+    sections = [_parameters, _flops, _cache, _ops, _shapes]
     return "\n\n".join("\n".join(section(shown)) for section in sections)
 
 
-def _weights(shown: ModelDescription) -> list[str]:
-    weights = shown.weights
-    assert weights is not None
+def weights_lines(weights: HFSummary, model: ModelConfig) -> list[str]:
+    """Whether a Hugging Face directory can be used for ``train.init``, and the section of a recipe for it."""
     if weights.problem is None:
         head = f"weights  {show_bytes(weights.bytes)} in {weights.dtype}, {weights.files} safetensors files"
     else:
         head = f"weights  not usable: {weights.problem}"
-    section = {"model": shown.model.model_dump(mode="json", exclude_defaults=True, exclude={"ops"})}
+    section = {"model": model.model_dump(mode="json", exclude_defaults=True, exclude={"ops"})}
     recipe = yaml.safe_dump(section, sort_keys=False).splitlines()
     return [head, "", f"recipe for train.init: {weights.path}", *(f"  {line}" for line in recipe)]
 
@@ -165,26 +153,11 @@ def _flops(shown: ModelDescription) -> list[str]:
     ]
 
 
-def _memory(shown: ModelDescription) -> list[str]:
-    cache, memory = shown.cache, shown.training_memory
-    parts = {
-        "weights": "",
-        "gradients": "",
-        "optimizer": "",
-        "half_weights": "copies of the matrices under autocast",
-        "activations": "estimate: kept for the backward pass by the fused kernels, without torch.compile",
-        "activations_recomputing": "estimate: the same with full activation checkpointing",
-        "logits": "estimate: only with model.ops.cross_entropy=reference, which keeps all logits",
-    }
+def _cache(shown: ModelDescription) -> list[str]:
+    cache = shown.cache
     return [
         f"KV cache  {show_bytes(cache.bytes_per_token)} per token in bf16, "
-        f"{show_bytes(cache.bytes)} for one sequence of {cache.context}",
-        "",
-        f"training memory on one device, micro-batch of {memory.micro_batch_tokens} tokens in {memory.precision}",
-        *(
-            f"  {name.replace('_', ' '):<24}{show_bytes(getattr(memory, name)):>9}  {note}".rstrip()
-            for name, note in parts.items()
-        ),
+        f"{show_bytes(cache.bytes)} for one sequence of {cache.context}"
     ]
 
 

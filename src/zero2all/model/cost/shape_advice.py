@@ -109,7 +109,10 @@ def _alignment_advice(recipe: Recipe, gpu: Gpu) -> Iterator[Advice]:
         yield Advice("model.vocab_size", config.padded_vocab_size, better, f"not a multiple of 64 rows{each}")
     if config.head_size not in (64, 128):
         better = min((64, 128), key=lambda size: abs(size - config.head_size))
-        why = "attention kernels are written for heads of 64 and 128; fewer, larger heads cost less for the same width"
+        why = (
+            "attention kernels are written for heads of 64 and 128; with flash attention only the size of a head "
+            "counts, which must be large enough, so fewer, larger heads cost less for the same width"
+        )
         if config.head_dim is None and config.hidden_size % better == 0:
             yield Advice("model.num_attention_heads", config.num_attention_heads, config.hidden_size // better, why)
         else:

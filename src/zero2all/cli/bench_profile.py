@@ -1,4 +1,4 @@
-"""z2a profile"""
+"""z2a bench profile"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile(
 
     Trains a few steps of a new run, which is removed. Writes a Chrome trace, the operators and a memory timeline.
 
-    Example: z2a profile recipes/quickstart.yaml --steps 5 --out runs/profile
+    Example: z2a bench profile recipes/quickstart.yaml --steps 5 --out runs/profile
     """
     quiet_profiler()
     from zero2all.profiling import format_profile, profile_recipe
