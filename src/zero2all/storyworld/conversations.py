@@ -12,10 +12,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, TypeVar
 
+from pydantic import TypeAdapter
+
 from zero2all.storyworld.grammar import Word
-from zero2all.storyworld.language import Language
+from zero2all.storyworld.language import Language, read_toml
 from zero2all.storyworld.languages import get_language
-from zero2all.storyworld.phrases import PHRASES, Phrases
 from zero2all.storyworld.plots import cast
 from zero2all.storyworld.teller import PLOT_PREFERENCE, Teller
 
@@ -30,6 +31,40 @@ ADDENDS = range(2, 6)  # of sums; their words are in the stories
 MAX_CONTEXT = 90  # words of a story in a question, or half as many again characters
 DIFFERENCE_SHARE = 0.3
 HANDWRITTEN = "handwritten"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Questions, answers, and the word that an answer must have."""
+
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+    expected: str
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """The templates of a language, as its `conversations.toml` has them."""
+
+    facts: dict[str, Fact]
+    sums: tuple[tuple[str, str], ...]
+    differences: tuple[tuple[str, str], ...]
+    result: str
+    story_requests: tuple[str, ...]
+    json_requests: tuple[str, ...]
+    one_word: tuple[str, ...]
+    list_requests: tuple[str, ...]
+    lists: tuple[tuple[str, str], ...]
+    comma: str
+    unknown: tuple[str, ...]
+    refusals: tuple[str, ...]
+    greetings: tuple[tuple[str, str], ...]
+
+
+@cache
+def get_phrases(language: str) -> Phrases:
+    """Checked against the types above."""
+    return TypeAdapter(Phrases).validate_python(read_toml(language, "conversations"))
 
 
 @dataclass(frozen=True)
@@ -114,7 +149,7 @@ class _Writer:
 
     def __init__(self, language: str, seed: str) -> None:
         self.language: Language = get_language(language)
-        self.phrases: Phrases = PHRASES[language]
+        self.phrases = get_phrases(language)
         self._random, self._seed = random.Random(seed), seed
 
     def write(self) -> StoryConversation:
@@ -139,8 +174,10 @@ class _Writer:
         able = [name for name in self.phrases.facts if name != other_than and _known(facts, name)]
         name = self.choose(able)
         words = self._words(facts)
-        questions, answers, expected = self.phrases.facts[name]
-        return self.choose(questions).format(**words), self.choose(answers).format(**words), expected.format(**words)
+        fact = self.phrases.facts[name]
+        templates = self.choose(fact.questions), self.choose(fact.answers), fact.expected
+        question, answer, expected = (template.format(**words) for template in templates)
+        return question, answer, expected
 
     def _words(self, facts: StoryFacts) -> dict[str, str]:
         words = {"a": facts.hero.id}
@@ -189,9 +226,9 @@ class _Writer:
             value = json.dumps({"name": words["a"], "place": words["place"]}, ensure_ascii=False)
             return _single("format", f"{facts.text}\n{self.choose(self.phrases.json_requests)}", value, value)
         name = self.choose(("who", "where"))
-        questions, _, expected = self.phrases.facts[name]
-        asked = self.choose(self.phrases.one_word).format(question=self.choose(questions).format(**words))
-        word = expected.format(**words)
+        fact = self.phrases.facts[name]
+        asked = self.choose(self.phrases.one_word).format(question=self.choose(fact.questions).format(**words))
+        word = fact.expected.format(**words)
         return _single("format", f"{facts.text}\n{asked}", word, word)
 
     def _refusal(self) -> StoryConversation:

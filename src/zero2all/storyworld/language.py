@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero2all.storyworld.grammar import Group, Parser, Word, read_groups
 
 if TYPE_CHECKING:
     from zero2all.storyworld.teller import Teller
 
+PACKAGE = "zero2all.storyworld"
 MAX_SENTENCE = 300  # characters; the longest sentence of the grammar is about half as long
 _ENDS = ".!?。！？"
 _MARKS = re.compile(r'[.!?。！？"“”]')
+
+
+def read_toml(language: str, name: str) -> dict[str, Any]:
+    """A data file of a language: its words, or the phrases of its conversations."""
+    return tomllib.loads((files(PACKAGE) / language / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Language:
     """A language of the story world."""
 
-    name: str
-    package: str  # holds the pattern files, *.txt
+    name: str  # also of the directory of its words, phrases and sentence patterns
     words: Mapping[str, tuple[Word, ...]]
     plots: tuple[Callable[[Teller], None], ...]
     separator: str  # between sentences
@@ -35,7 +41,7 @@ class Language:
     def groups(self) -> Mapping[str, Group]:
         """All groups of patterns by name."""
         groups: dict[str, Group] = {}
-        for file in sorted(files(self.package).iterdir(), key=lambda file: file.name):
+        for file in sorted((files(PACKAGE) / self.name).iterdir(), key=lambda file: file.name):
             if file.name.endswith(".txt"):
                 more = read_groups(file.read_text(encoding="utf-8"), complete_sentences)
                 assert not groups.keys() & more.keys(), f"groups of {file.name} are defined twice"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from zero2all.errors import UsageError
-from zero2all.storyworld.chinese.plots import CHINESE_PLOTS
-from zero2all.storyworld.chinese.words import chinese_words
-from zero2all.storyworld.english.plots import ENGLISH_PLOTS
-from zero2all.storyworld.english.words import english_words
-from zero2all.storyworld.language import Language
+from zero2all.storyworld.language import Language, read_toml
+from zero2all.storyworld.plots import CHINESE_PLOTS, ENGLISH_PLOTS
+from zero2all.storyworld.words import chinese_words, english_words
 
 LANGUAGES = ("en", "zh")
 """The languages of the stories."""
@@ -24,23 +22,13 @@ def story_language(text: str) -> str:
 def get_language(name: str) -> Language:
     """The language `en` or `zh`."""
     if name == "en":
-        return Language(
-            name="en",
-            package="zero2all.storyworld.english",
-            words=english_words(),
-            plots=ENGLISH_PLOTS,
-            separator=" ",
-            length=(40, 110),
-            measure=lambda text: len(text.split()),
-        )
+        words = english_words(read_toml("en", "words"))
+        return Language("en", words, ENGLISH_PLOTS, separator=" ", length=(40, 110), measure=_count_words)
     if name == "zh":
-        return Language(
-            name="zh",
-            package="zero2all.storyworld.chinese",
-            words=chinese_words(),
-            plots=CHINESE_PLOTS,
-            separator="",
-            length=(60, 170),
-            measure=len,
-        )
+        words = chinese_words(read_toml("zh", "words"))
+        return Language("zh", words, CHINESE_PLOTS, separator="", length=(60, 170), measure=len)
     raise UsageError(f"no stories in language {name!r}: use en or zh")
+
+
+def _count_words(text: str) -> int:
+    return len(text.split())

@@ -1,1 +1,0 @@
-"""The story world in English."""
