@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -57,9 +59,9 @@ class FieldMapping:
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DEFAULT_FIELD_NAMES)
     _rule_sets: dict[tuple[str, ...], _RuleSet] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def with_rules(self, rules: Mapping[str, str | tuple[str, ...]]) -> FieldMapping:
+    def with_rules(self, rules: Mapping[str, str | Sequence[str]]) -> FieldMapping:
         """The same, but for these fields."""
-        given = {ours: (rule,) if isinstance(rule, str) else rule for ours, rule in rules.items()}
+        given = {ours: (rule,) if isinstance(rule, str) else tuple(rule) for ours, rule in rules.items()}
         return replace(self, rules={**self.rules, **given})
 
     def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None:
@@ -122,49 +124,11 @@ class FieldMapping:
 
 AUTOMATIC = FieldMapping()
 
-# name: (fields that a record of this kind has, rules)
-_PRESET_SPECS: dict[str, tuple[tuple[str, ...], dict[str, str | tuple[str, ...]]]] = {
-    "baike2018qa": (
-        ("qid", "title", "answer"),
-        {"id": "qid", "category": "category", "title": "title", "desc": "desc", "content": "{title}\n{desc}\n{answer}"},
-    ),
-    "new2016zh": (
-        ("news_id", "title", "content"),
-        {"id": "news_id", "category": "keywords", "title": "title", "desc": "desc", "content": "content"},
-    ),
-    "webtext2019zh": (
-        ("qid", "title", "content"),
-        {"id": ("answer_id", "qid"), "category": "topic", "title": "title", "desc": "desc",
-         "content": "{title}\n{desc}\n{content}"},
-    ),
-    "zhihu-kol": (
-        ("INSTRUCTION", "RESPONSE"),
-        {"category": "SOURCE", "title": "INSTRUCTION", "content": "{INSTRUCTION}\n{RESPONSE}"},
-    ),
-    "wudao": (
-        ("uniqueKey", "title", "content"),
-        {"id": ("uniqueKey", "id"), "category": "dataType", "title": "title", "content": "content"},
-    ),
-    "github-python": (
-        ("repo_name", "path"),
-        {"id": "{repo_name}/{path}", "category": "language", "title": "path", "content": ("content", "code")},
-    ),
-    "fineweb": (("text", "dump", "url"), {"id": "id", "content": "text"}),
-    "c4": (("text", "timestamp", "url"), {"id": "url", "content": "text"}),
-    "alpaca": (
-        ("instruction", "output"),
-        {"title": "instruction", "content": "{instruction}\n{input}\n{output}"},
-    ),
-    "poetry": (
-        ("paragraphs", "author"),
-        {"id": "id", "title": ("title", "rhythmic"), "content": "paragraphs"},
-    ),
-    "wikipedia": (("id", "title", "text"), {"id": "id", "title": "title", "content": "text"}),
-}  # fmt: skip
+_KNOWN = tomllib.loads((files("zero2all.corpus") / "mapping_presets.toml").read_text(encoding="utf-8"))
 
 MAPPING_PRESETS: dict[str, FieldMapping] = {
     "automatic": AUTOMATIC,
-    **{name: AUTOMATIC.with_rules(rules) for name, (_, rules) in _PRESET_SPECS.items()},
+    **{name: AUTOMATIC.with_rules(preset["rules"]) for name, preset in _KNOWN.items()},
 }
 
 
@@ -182,7 +146,7 @@ def resolve_mapping(source: SourceRecipe) -> FieldMapping:
 def find_preset(names: Iterable[str]) -> str:
     """The preset whose records have these fields; ``automatic`` if none matches."""
     available = set(names)
-    return next((name for name, (signs, _) in _PRESET_SPECS.items() if available.issuperset(signs)), "automatic")
+    return next((name for name, preset in _KNOWN.items() if available.issuperset(preset["fields"])), "automatic")
 
 
 def _can_apply(rule: str, available: set[str]) -> bool:

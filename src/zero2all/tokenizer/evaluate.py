@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import tokenizers
@@ -16,26 +18,7 @@ from zero2all.io import read_json
 
 RANDOM_STRINGS = 2000
 BATCH_TEXTS = 64
-# Words whose tokens show what a vocabulary was trained for. English ones are encoded with the space before them.
-CHINESE_NAMES = (
-    "李白", "杜甫", "苏轼", "李清照", "曹雪芹", "诸葛亮", "王安石", "司马迁", "鲁迅", "钱学森", "北京", "上海", "广州",
-    "深圳", "杭州", "成都", "西安", "拉萨", "长江", "黄河", "泰山", "清华大学", "人民日报", "故宫", "长城",
-)  # fmt: skip
-ENGLISH_NAMES = (
-    " William", " Shakespeare", " Elizabeth", " Catherine", " Alexander", " Washington", " Lincoln", " Einstein",
-    " Newton", " Darwin", " Turing", " London", " Paris", " Beijing", " Tokyo", " California", " Mississippi",
-    " Cambridge", " Edinburgh", " Wikipedia", " Microsoft", " Python",
-)  # fmt: skip
-NUMBERS = (
-    "7", "42", "365", "1024", "1999", "2026", "65536", "1000000", "13800138000", "3.14159", "0.001", "99.9", "1,000",
-    "12:30", "2026-11-15", "1e-9", "0xff", "50%", "$19.99", "３２", "二十一", "第十章",
-)  # fmt: skip
-CODE = (
-    "self", "def ", "return ", "import numpy as np", "__init__", "isinstance", "snake_case_name", "camelCaseName",
-    "MAX_BUFFER_SIZE", "!=", "->", ":=", "i += 1", "\n    ", "\n        ", "\n            ", "(self, *args, **kwargs):",
-    "[::-1]", 'f"{name!r}"', "}));", "</div>", "// TODO",
-)  # fmt: skip
-PROBES = {"Chinese names": CHINESE_NAMES, "English names": ENGLISH_NAMES, "numbers": NUMBERS, "code": CODE}
+PROBES: dict[str, list[str]] = tomllib.loads((files("zero2all.tokenizer") / "probes.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ requested size.
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 END_OF_TEXT = "<|endoftext|>"  # ends a document
 START_OF_TEXT = "<|startoftext|>"
 PAD = "<|pad|>"
@@ -51,47 +53,7 @@ PATTERNS = {
 # ChatML: <|im_start|>role, a newline, the text, <|im_end|>. Tools as JSON in the system message, calls and responses
 # as JSON between their tokens; responses that follow each other share one user turn. A generation block holds what the
 # assistant writes, with the end of its message: transformers and TRL train on that.
-CHAT_TEMPLATE = """\
-{%- macro open(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro -%}
-{%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro -%}
-{%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
-{%- if tools or system -%}
-{{- open('system') + system -}}
-{%- if tools -%}
-{{- '\\n\\n' if system -}}
-{{- 'You may call these functions, one JSON object a line:\\n<tools>\\n' -}}
-{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor -%}
-{{- '</tools>\\nTo call one, write\\n<tool_call>\\n{"name": <its name>, "arguments": <an object>}\\n</tool_call>' -}}
-{%- endif -%}
-{{- close() -}}
-{%- endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{- open('user') if loop.first or loop.previtem.role != 'tool' else '\\n' -}}
-{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
-{{- close() if loop.last or loop.nextitem.role != 'tool' -}}
-{%- elif not (loop.first and message.role == 'system') -%}
-{{- open(message.role) -}}
-{%- if message.role == 'assistant' -%}
-{%- generation -%}
-{{- message.content or '' -}}
-{%- for call in message.tool_calls or [] -%}
-{%- set call = call.function or call -%}
-{{- '\\n' if message.content or not loop.first -}}
-{{- '<tool_call>\\n{"name": ' + (call.name | tojson) + ', "arguments": ' -}}
-{{- call.arguments if call.arguments is string else call.arguments | tojson -}}
-{{- '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>' -}}
-{%- endgeneration -%}
-{{- '\\n' -}}
-{%- else -%}
-{{- (message.content or '') + close() -}}
-{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{{- open('assistant') if add_generation_prompt -}}
-"""
+CHAT_TEMPLATE = (files("zero2all.tokenizer") / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def byte_alphabet() -> dict[str, int]:
