@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from benchmarks.common import benchmark_parser, peak_bytes, show_json
 
-from zero2all.corpus.dedup import DedupParams
 from zero2all.corpus.dedup.drops import DROP_DTYPE
 from zero2all.corpus.dedup.duplicates import find_near_duplicates
 from zero2all.corpus.dedup.minhash import band_hashes, pack_sketches
 from zero2all.corpus.dedup.near import band_dtype, band_rows, node_dtype
+from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shuffle import GID_DTYPE, load_rows, save_sorted
 
 SHARD_DOCUMENTS = 100_000

@@ -25,22 +25,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.gids import make_gid
-from zero2all.corpus.dedup import (
-    BoilerplateParams,
-    DedupParams,
+from zero2all.corpus.dedup.boilerplate import BoilerplateParams, count_lines, strip_boilerplate, write_boilerplate_lines
+from zero2all.corpus.dedup.components import union_find
+from zero2all.corpus.dedup.decontaminate import (
     build_decontamination_index,
-    count_lines,
     find_contamination,
-    find_duplicates,
     load_decontamination_index,
-    strip_boilerplate,
-    write_boilerplate_lines,
     write_contamination_drops,
 )
-from zero2all.corpus.dedup.components import union_find
+from zero2all.corpus.dedup.duplicates import find_duplicates
 from zero2all.corpus.dedup.exact import nfkc
 from zero2all.corpus.dedup.minhash import estimate_jaccard, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.near import shingle_hashes
+from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shingles import hash_units
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.errors import UsageError

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zero2all.corpus.dedup import DedupParams
 from zero2all.corpus.dedup.components import both_directions, connect_components, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE
 from zero2all.corpus.dedup.duplicates import find_near_duplicates, run_locally
 from zero2all.corpus.dedup.minhash import band_hashes, pack_sketches
 from zero2all.corpus.dedup.near import band_rows, cluster_by_leader, node_dtype
+from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shuffle import GID_DTYPE, load_rows, save_rows, save_sorted
 
 

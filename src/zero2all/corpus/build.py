@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate
+from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.expansion_budget import ExpansionBudget
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
@@ -139,7 +139,7 @@ def _build_corpus(
     ready = split_parts(engine, recipe, clean, work, key)
     files_before = read_json(out / MANIFEST).get("files") if (out / MANIFEST).exists() else None
     with atomic_dir(out, KIND) as partial:
-        written = _write_shards(engine, recipe, _group_parts(recipe, ready), partial)
+        written = _write_shards(engine, recipe, ready, partial)
         manifest = _build_manifest(recipe, key, parts, written, specs)
         write_manifest(partial, KIND, asdict(manifest))
         if files_before not in (None, manifest.files):
@@ -253,40 +253,17 @@ def _remove_stale_parts(directory: Path, parts: list[PartRecord]) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True)
-class _PartGroup:
-    """Parts of a source for one shard."""
-
-    source: str
-    shard: str
-    parts: list[PartFile]
-
-
-def _group_parts(recipe: CorpusRecipe, parts: list[PartFile]) -> list[_PartGroup]:
-    groups = []
+def _write_shards(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], out: Path) -> list[WrittenShards]:
+    for split in SPLITS:
+        (out / split).mkdir()
+    tasks = []
     for source, file_name in source_file_names(source.name for source in recipe.sources).items():
         mine = [part for part in parts if part.record.source == source]
         for number, group in enumerate(group_parts_by_size(mine, recipe.shard_size)):
-            groups.append(_PartGroup(source, f"{file_name}-{number:05}", group))
-    return groups
-
-
-def _write_shards(engine: Engine, recipe: CorpusRecipe, groups: list[_PartGroup], out: Path) -> list[WrittenShards]:
-    for split in SPLITS:
-        (out / split).mkdir()
-    tasks = [
-        (
-            group.source,
-            group.shard,
-            [(part.path, part.drop_files) for part in group.parts],
-            out,
-            recipe.shard_size,
-            recipe.holdout,
-        )
-        for group in groups
-    ]
-    with progress("writing shards", len(tasks)) as advance:
-        return engine.run(write_shards, tasks, lambda task: advance(1))
+            files = [(part.path, part.drop_files) for part in group]
+            tasks.append((source, f"{file_name}-{number:05}", files, out, recipe.shard_size, recipe.holdout))
+    with task_runner(engine, "writing shards", len(tasks)) as run_tasks:
+        return run_tasks(write_shards, tasks)
 
 
 def _build_manifest(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup import (
-    BoilerplateParams,
-    DedupParams,
-    build_decontamination_index,
-    count_lines,
-    find_duplicates,
-    strip_boilerplate,
-    write_boilerplate_lines,
-    write_contamination_drops,
-)
+from zero2all.corpus.dedup.boilerplate import BoilerplateParams, count_lines, strip_boilerplate, write_boilerplate_lines
+from zero2all.corpus.dedup.components import RunTasks
+from zero2all.corpus.dedup.decontaminate import build_decontamination_index, write_contamination_drops
+from zero2all.corpus.dedup.duplicates import find_duplicates
+from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, list_files, read_records
 from zero2all.engine import Engine
 from zero2all.io import fingerprint, read_finished, write_json
@@ -30,6 +26,13 @@ class FinishedStep:
     """What counts of a step's ``done.json``, written last; the rest of it is for people."""
 
     key: str
+
+
+@contextmanager
+def task_runner(engine: Engine, title: str, tasks: int | None = None) -> Iterator[RunTasks]:
+    """Runs tasks under a progress bar, which each of them advances by one."""
+    with progress(title, tasks) as advance:
+        yield lambda function, arguments: engine.run(function, arguments, lambda task: advance(1))
 
 
 def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
@@ -56,11 +59,7 @@ def remove_boilerplate(engine: Engine, recipe: CorpusRecipe, parts: list[Path], 
     lines, partitions = BoilerplateParams(), DedupParams().partitions
     counted = [work / "lines" / f"{part.name}.npy" for part in parts]
     shared = [work / "lines" / f"{number:05}.npy" for number in range(partitions)]
-    with progress("finding boilerplate lines", 2 * len(parts) + len(shared)) as advance:
-
-        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return engine.run(function, tasks, lambda task: advance(1))
-
+    with task_runner(engine, "finding boilerplate lines", 2 * len(parts) + len(shared)) as run_tasks:
         documents: Counter[str] = Counter()
         tasks = [(part, out, lines) for part, out in zip(parts, counted, strict=True)]
         for of_part in run_tasks(count_lines, tasks):
@@ -82,11 +81,7 @@ def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path
         return {part: work / "drops" / part.name for part in parts}
     done.unlink(missing_ok=True)
     params = DedupParams(source_priority=order, threshold=recipe.dedup.threshold)
-    with progress("finding duplicates") as advance:
-
-        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return engine.run(function, tasks, lambda task: advance(1))
-
+    with task_runner(engine, "finding duplicates") as run_tasks:
         drops, counts = find_duplicates(parts, work, params, run_tasks, near=recipe.dedup.near)
     write_json(done, {"key": key, **asdict(counts)})
     return drops
@@ -101,8 +96,8 @@ def _contamination_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[
     limits = (recipe.contamination.min_hits, recipe.contamination.min_share)
     drops = {part: work / "drops" / part.name for part in parts}
     tasks = [(part, work / "index", out, *limits) for part, out in drops.items()]
-    with progress("finding evaluation text", len(tasks)) as advance:
-        engine.run(write_contamination_drops, tasks, lambda task: advance(1))
+    with task_runner(engine, "finding evaluation text", len(tasks)) as run_tasks:
+        run_tasks(write_contamination_drops, tasks)
     return drops
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.corpus.dedup import read_drops
+from zero2all.corpus.dedup.drops import read_drops
 from zero2all.corpus.document import Document, is_validation
 from zero2all.corpus.file_stats import count_drop
 from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards

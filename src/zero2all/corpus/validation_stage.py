@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from zero2all.console import progress, say
-from zero2all.corpus.dedup import (
-    DedupParams,
+from zero2all.console import say
+from zero2all.corpus.dedup.params import DedupParams
+from zero2all.corpus.dedup.validation_overlap import (
     build_validation_index,
     write_validation_drops,
     write_validation_signatures,
 )
-from zero2all.corpus.dedup_stage import FinishedStep
+from zero2all.corpus.dedup_stage import FinishedStep, task_runner
 from zero2all.corpus.part_files import PartFile
 from zero2all.corpus.validation_blocks import (
     BlockChoice,
@@ -57,30 +55,15 @@ def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], chats: set
     chosen = [part for part in parts if part.record.source in choices]
     files = [work / "ngrams" / f"{part.path.name}.npy" for part in chosen]
     outs = [work / "cut" / part.path.name for part in parts]
-    with progress("taking validation text from long documents", len(chosen) + 1 + len(parts)) as advance:
-
-        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return engine.run(function, tasks, lambda task: advance(1))
-
-        counts = run_tasks(
-            write_block_ngrams,
-            [
-                (part.path, part.drop_files, choices[part.record.source], out)
-                for part, out in zip(chosen, files, strict=True)
-            ],
-        )
+    title = "taking validation text from long documents"
+    with task_runner(engine, title, len(chosen) + 1 + len(parts)) as run_tasks:
+        names = [part.record.source for part in parts]
+        with_blocks = [(part.path, part.drop_files, choices[part.record.source]) for part in chosen]
+        counts = run_tasks(write_block_ngrams, [(*task, out) for task, out in zip(with_blocks, files, strict=True)])
         run_tasks(merge_block_ngrams, [(files, work / "ngrams.npy")])
         tasks = [
-            (
-                part.path,
-                part.drop_files,
-                choices.get(part.record.source),
-                holdout,
-                work / "ngrams.npy",
-                out,
-                part.record.source not in chats,
-            )
-            for part, out in zip(parts, outs, strict=True)
+            (part.path, part.drop_files, choices.get(name), holdout, work / "ngrams.npy", out, name not in chats)
+            for part, name, out in zip(parts, names, outs, strict=True)
         ]
         was_cut = run_tasks(write_cut_part, tasks)
     for name in choices:
@@ -128,25 +111,11 @@ def _drop_near_validation(
     done.unlink(missing_ok=True)
     params = DedupParams(threshold=recipe.dedup.threshold)
     signed = [work / "signed" / f"{part.path.name}.npy" for part in parts]
-    with progress("finding duplicates of validation documents", 2 * len(parts) + 1) as advance:
-
-        def run_tasks(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return engine.run(function, tasks, lambda task: advance(1))
-
-        run_tasks(
-            write_validation_signatures,
-            [
-                (part.path, part.drop_files, recipe.holdout, out, params)
-                for part, out in zip(parts, signed, strict=True)
-            ],
-        )
+    with task_runner(engine, "finding duplicates of validation documents", 2 * len(parts) + 1) as run_tasks:
+        files = [(part.path, part.drop_files, recipe.holdout) for part in parts]
+        run_tasks(write_validation_signatures, [(*of, out, params) for of, out in zip(files, signed, strict=True)])
         (documents,) = run_tasks(build_validation_index, [(signed, work / "index", params)])
-        counts = run_tasks(
-            write_validation_drops,
-            [
-                (part.path, part.drop_files, recipe.holdout, work / "index", out, params)
-                for part, out in zip(parts, outs, strict=True)
-            ],
-        )
+        tasks = [(*of, work / "index", out, params) for of, out in zip(files, outs, strict=True)]
+        counts = run_tasks(write_validation_drops, tasks)
     write_json(done, {"key": key, "validation": documents, "dropped": sum(counts)})
     return added

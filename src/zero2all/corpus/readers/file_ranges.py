@@ -19,6 +19,7 @@ from zero2all.corpus.readers.encoding import detect_encoding
 from zero2all.corpus.readers.formats import guess_format
 from zero2all.corpus.readers.listing import FileRange, RawFile
 from zero2all.corpus.readers.parquet import read_parquet
+from zero2all.corpus.readers.parquet_footer import read_row_groups
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
 
 FILE_RANGE_BYTES = 256_000_000
@@ -51,11 +52,11 @@ def _split_row_groups(raw: IO[bytes], file: RawFile, size: int) -> list[RawFile]
     ranges: list[RawFile] = []
     start = first_row = rows = share = 0
     with pq.ParquetFile(raw) as table:
-        for number in range(table.num_row_groups):
-            group = table.metadata.row_group(number)
+        groups = read_row_groups(raw, table.metadata.num_columns)
+        for number, group in enumerate(groups):
             rows += group.num_rows
-            share += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
-            if share >= size or number == table.num_row_groups - 1:
+            share += sum(column.total_compressed_size for column in group.columns)
+            if share >= size or number == len(groups) - 1:
                 ranges.append(replace(file, bytes=share, file_range=FileRange("parquet", start, number + 1, first_row)))
                 start, first_row, share = number + 1, rows, 0
     return ranges or [file]

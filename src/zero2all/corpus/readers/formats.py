@@ -20,28 +20,13 @@ FileFormat = Literal[
 TEXT_EXTENSIONS = {".txt", ".text", ".tex", ".org", ".adoc"}
 MARKDOWN_EXTENSIONS = {".md", ".markdown", ".rst"}
 FORMAT_BY_EXTENSION: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json object",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".html": "html",
-    ".htm": "html",
-    ".xhtml": "html",
-    ".warc": "warc",
-    ".zip": "zip",
-    ".whl": "zip",
-    ".tar": "tar",
-    ".7z": "7z",
-    ".rar": "rar",
-    ".pdf": "pdf",
-    ".docx": "docx",
-    ".epub": "epub",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json object", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".html": "html", ".htm": "html", ".xhtml": "html", ".warc": "warc", ".zip": "zip", ".whl": "zip", ".tar": "tar",
+    ".7z": "7z", ".rar": "rar", ".pdf": "pdf", ".docx": "docx", ".epub": "epub",
     **dict.fromkeys(TEXT_EXTENSIONS, "text"),
     **dict.fromkeys(MARKDOWN_EXTENSIONS, "markdown"),
     **dict.fromkeys(CODE_EXTENSIONS, "code"),
-}
+}  # fmt: skip
 BINARY_FORMATS: frozenset[FileFormat] = frozenset({"parquet", "zip", "tar", "7z", "rar", "pdf", "docx", "epub"})
 FORMAT_BY_MAGIC: dict[bytes, FileFormat] = {
     b"PAR1": "parquet",
@@ -55,16 +40,8 @@ EPUB_MEMBER = b"mimetypeapplication/epub+zip"  # the first member of the zip, no
 OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # Word files with a password, and those of before 2007
 TAR_ALIASES = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 TEXT_FILE_NAMES = {
-    "license",
-    "licence",
-    "copying",
-    "notice",
-    "authors",
-    "readme",
-    "changelog",
-    "changes",
-    "contributors",
-}
+    "license", "licence", "copying", "notice", "authors", "readme", "changelog", "changes", "contributors",
+}  # fmt: skip
 
 # Atomic: a comment that could end at any later "-->" as well would be tried at every one of them.
 _HTML = re.compile(r"(?><\?xml[^>]*>|<!--.*?-->|\s+)*+<(?:!doctype\s+html|html)[\s>]", re.I | re.S)

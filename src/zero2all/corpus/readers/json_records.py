@@ -25,7 +25,7 @@ from zero2all.corpus.readers.base import (
     import_optional,
 )
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
-from zero2all.corpus.readers.streams import PeekableStream, iter_line_chunks
+from zero2all.corpus.readers.streams import CountingReader, PeekableStream, iter_line_chunks
 
 MAX_IN_MEMORY_BYTES = 16 << 20  # an object up to this size is read fully, and needs no streaming parser
 FIRST_WINDOW_CHARACTERS = (
@@ -276,26 +276,13 @@ class _TeeReader:
     def read(self, size: int = 1 << 16, /) -> bytes:
         if self.bytes > self.MAX_LOOKAHEAD:
             raise UnreadableFileError(f"JSON value larger than {self.MAX_LOOKAHEAD >> 20} MiB")
-        block = self._stream.read(size or 0) if size else b""
+        block = self._stream.read(size) if size else b""
         self._buffered.append(block)
         self.bytes += len(block)
         return block
 
-    def rewind(self) -> _ReplayReader:
-        return _ReplayReader(b"".join(self._buffered), self._stream)
-
-
-class _ReplayReader:
-    def __init__(self, head: bytes, stream: PeekableStream) -> None:
-        self._head, self._stream, self.bytes = head, stream, 0
-
-    def read(self, size: int = 1 << 16, /) -> bytes:
-        if self._head:
-            block, self._head = self._head[:size], self._head[size:]
-        else:
-            block = self._stream.read(size) if size else b""
-        self.bytes += len(block)
-        return block
+    def rewind(self) -> CountingReader:
+        return CountingReader(PeekableStream(self._stream, b"".join(self._buffered)))
 
 
 def _find_record_list(ijson: Any, source: _TeeReader) -> str | None:

@@ -33,9 +33,10 @@ class Readable(Protocol):
 class PeekableStream:
     """Reads forward, and can peek without consuming."""
 
-    def __init__(self, raw: Readable) -> None:
+    def __init__(self, raw: Readable, head: bytes = b"") -> None:
+        """``head`` comes before what is read from ``raw``."""
         self._raw, self._ended = raw, False
-        self._buffer, self._position = b"", 0  # bytes peeked at, and how many of them are consumed
+        self._buffer, self._position = head, 0  # bytes peeked at, and how many of them are consumed
 
     def peek(self, size: int = HEAD_BYTES) -> bytes:
         """The next ``size`` bytes, or all there are."""
@@ -47,7 +48,7 @@ class PeekableStream:
 
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Up to ``size`` bytes; nothing only at the end."""
-        if self._position < len(self._buffer):
+        if self._position < len(self._buffer) or not size:
             block = self._buffer[self._position : self._position + size]
             self._position += len(block)
             return block

@@ -31,29 +31,16 @@ _HEADER_END = re.compile(rb"\r?\n\r?\n")
 _EMPTY_ELEMENT = re.compile(r"<([A-Za-z][\w:-]*+)([^<>]*)/>")
 # HTML elements that have no end tag.
 VOID_ELEMENTS = {
-    *("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"),
-}
+    "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr",
+}  # fmt: skip
 # Elements that a parser opens again in every paragraph until they are closed. Links are not among them: a link ends the
 # one before.
 _FORMATTING = re.compile(r"(</?)(?:b|big|code|em|font|i|s|small|strike|strong|tt|u)(?=[\s/>])", re.I | re.A)
 MAX_COPIES = 1_000_000  # of such elements, of 340 bytes each
 # Elements that may stay open without nesting: the next of their kind ends them.
 _OPEN_ENDED = {
-    "p",
-    "li",
-    "dt",
-    "dd",
-    "tr",
-    "td",
-    "th",
-    "thead",
-    "tbody",
-    "tfoot",
-    "colgroup",
-    "option",
-    "optgroup",
-    "a",
-}
+    "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody", "tfoot", "colgroup", "option", "optgroup", "a",
+}  # fmt: skip
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9]*+)", re.I | re.A)
 MAX_DEPTH = 5000  # of elements; browsers flatten what is deeper than 512
 MAX_SCANNED_TAGS = 1_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.console import progress
-from zero2all.corpus.dedup import build_decontamination_index, find_ngrams
+from zero2all.corpus.dedup.decontaminate import build_decontamination_index, find_ngrams
 from zero2all.engine import Engine, available_cores
 from zero2all.evals.bench.items import AnswerItem, ChoiceItem, ClozeItem, Item
 from zero2all.evals.bench.tasks import Task
