@@ -30,9 +30,8 @@ from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns, w
 from zero2all.charts.table import markdown_table
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import Document
-from zero2all.corpus.file_stats import FileStats
 from zero2all.corpus.filters import DEFAULT_FILTERS, Change, Drop, build_filters, classify_text
-from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.part_files import DocumentWriter
 from zero2all.corpus.readers import RawFile, list_files
 from zero2all.engine import Engine

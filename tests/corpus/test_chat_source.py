@@ -16,7 +16,7 @@ from zero2all.corpus import BuiltCorpus, build_corpus
 from zero2all.corpus.corpus_export import export_documents
 from zero2all.corpus.ingest import CHAT_IN_TEXT
 from zero2all.corpus.sniff import sniff
-from zero2all.corpus.validation_blocks import COPY
+from zero2all.corpus.validation_split import COPY
 from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
 

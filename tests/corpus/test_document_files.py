@@ -29,8 +29,7 @@ import pytest
 from tests.corpus import document_files as make
 from zero2all import limited_child, limited_process
 from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
-from zero2all.corpus.file_stats import FileStats
-from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.readers import (
     BrokenRecord,
     RawFile,
@@ -52,7 +51,7 @@ from zero2all.corpus.readers.formats import FileFormat
 from zero2all.corpus.readers.pdf import join_pages
 from zero2all.corpus.readers.plain_text import sensible_title
 from zero2all.corpus.readers.web_pages import close_empty_elements, html_to_text
-from zero2all.corpus.readers.xml_parts import TextOf, parse_xml
+from zero2all.corpus.readers.zip_documents import TextOf, parse_xml
 from zero2all.corpus.sniff import sniff
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.tokenizer import template_child

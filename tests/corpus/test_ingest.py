@@ -16,8 +16,7 @@ import pytest
 
 from tests.corpus.gids import make_gid
 from zero2all.corpus import build_corpus
-from zero2all.corpus.file_stats import FileStats
-from zero2all.corpus.ingest import read_documents, to_record_batch
+from zero2all.corpus.ingest import FileStats, read_documents, to_record_batch
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import RawFile, file_ranges, list_files, split_large_file
 from zero2all.corpus.readers.encoding import _MOJIBAKE_CANDIDATE, _suspect_positions, fix_mojibake

@@ -8,8 +8,7 @@ import pytest
 
 from tests.corpus.gids import make_gid
 from zero2all.corpus.document import Document
-from zero2all.corpus.file_stats import FileStats
-from zero2all.corpus.ingest import to_record_batch
+from zero2all.corpus.ingest import FileStats, to_record_batch
 from zero2all.corpus.mapping import (
     AUTOMATIC,
     DOCUMENT_FIELDS,

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 from tests.corpus.gids import make_gid
 from zero2all.corpus import BuiltCorpus, build_corpus
 from zero2all.corpus.document import gid_in_split, is_validation
-from zero2all.corpus.validation_blocks import COPY, GAP, LONG_CHARACTERS, WINDOW_CHARACTERS, place_blocks
-from zero2all.corpus.validation_stage import MIN_VALIDATION_BYTES
+from zero2all.corpus.validation_split import (
+    COPY,
+    GAP,
+    LONG_CHARACTERS,
+    MIN_VALIDATION_BYTES,
+    WINDOW_CHARACTERS,
+    place_blocks,
+)
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 

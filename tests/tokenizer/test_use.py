@@ -14,8 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.evaluate import evaluate_tokenizers
-from zero2all.tokenizer.evaluation_report import render_svg, render_table
+from zero2all.tokenizer.evaluate import evaluate_tokenizers, render_svg, render_table
 from zero2all.tokenizer.export_tiktoken import export_tiktoken
 from zero2all.tokenizer.token_spans import render_html, render_terminal, token_spans
 

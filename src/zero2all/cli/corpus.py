@@ -145,7 +145,7 @@ def build(
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
     from zero2all.corpus import build_corpus, recommended_workers, summary_lines
-    from zero2all.corpus.summary import count_text
+    from zero2all.corpus.manifest import count_text
     from zero2all.recipe import load_recipe
     from zero2all.units import show_bytes
 
@@ -248,7 +248,7 @@ def export(
     Example: z2a corpus export runs/first/documents --to exported --format jsonl --compression zstd
     """
     from zero2all.corpus.corpus_export import ExportOptions, export_documents
-    from zero2all.corpus.summary import count_text
+    from zero2all.corpus.manifest import count_text
     from zero2all.engine import Engine, available_cores
     from zero2all.io import MANIFEST
     from zero2all.recipe import load_recipe

@@ -125,8 +125,7 @@ def evaluate(
     from zero2all.corpus.ingest import document_texts
     from zero2all.errors import UsageError
     from zero2all.io import write_text
-    from zero2all.tokenizer.evaluate import evaluate_tokenizers
-    from zero2all.tokenizer.evaluation_report import render_svg, render_table
+    from zero2all.tokenizer.evaluate import evaluate_tokenizers, render_svg, render_table
 
     if wrong := [given for given in text if "=" not in given]:
         raise UsageError(f"--text {wrong[0]}: give it a name, as in --text zh={wrong[0]}")

@@ -16,7 +16,6 @@ from typing import Any
 from zero2all.console import progress, warn
 from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
-from zero2all.corpus.expansion_budget import ExpansionBudget
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
 from zero2all.corpus.manifest import (
@@ -29,10 +28,13 @@ from zero2all.corpus.manifest import (
     SkippedFiles,
     SourceCounts,
     SplitShards,
+    count_text,
+    reasons_text,
 )
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.part_files import (
     OVER_BUDGET,
+    ExpansionBudget,
     PartFile,
     PartRecord,
     PartTask,
@@ -47,9 +49,7 @@ from zero2all.corpus.readers import (
     missing_packages,
     split_large_file,
 )
-from zero2all.corpus.summary import count_text, reasons_text
-from zero2all.corpus.validation_blocks import LONG_CHARACTERS
-from zero2all.corpus.validation_stage import split_parts
+from zero2all.corpus.validation_split import LONG_CHARACTERS, split_parts
 from zero2all.directory_lock import lock_output
 from zero2all.engine import Engine, available_cores
 from zero2all.errors import UsageError, Z2aError

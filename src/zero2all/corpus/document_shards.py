@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from zero2all.corpus.dedup.drops import read_drops
 from zero2all.corpus.document import Document, is_validation
-from zero2all.corpus.file_stats import count_drop
+from zero2all.corpus.ingest import count_drop
 from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards
 from zero2all.corpus.part_files import DocumentWriter, PartFile
 from zero2all.io import atomic_path, sampled_digest, sha256_file

@@ -9,6 +9,7 @@ part depends on, so a rerun writes only parts whose files, mapping or filters ch
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,16 +20,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.console import warn
 from zero2all.corpus.chat_documents import filter_example
 from zero2all.corpus.document import SCHEMA, Document
-from zero2all.corpus.file_stats import FileStats, count_drop
 from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
-from zero2all.corpus.ingest import read_documents
+from zero2all.corpus.ingest import FileStats, count_drop, read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile, ReadLimits
-from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record
-from zero2all.recipe import SourceRecipe
+from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record, write_text
+from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.recipe.source_names import source_file_name
+from zero2all.units import show_bytes
 
 ROW_GROUP_BYTES = 8_000_000
 MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
@@ -103,8 +105,40 @@ def part_path(directory: Path, source: str, key: str) -> Path:
 
 
 def budget_marker(directory: Path, source: str) -> Path:
-    """A file that is there once the parts of a source are over its budget. See ``expansion_budget``."""
+    """A file that is there once the parts of a source are over its budget. See ``ExpansionBudget``."""
     return directory / f"{source_file_name(source)}.over-budget"
+
+
+class ExpansionBudget:
+    """Adds up what the parts of each source unpack to, and tells the workers where a source is over its budget.
+
+    One file is limited by what it is on disk, but only from some size on: ten thousand small bombs, each below it,
+    would fill a disk. A part stops by itself, at a point that depends on its own files only. The parts of a source are
+    added up as they end, and once they are over the budget, no further part of it is read. Which parts come before that
+    depends on the order in which workers end, so a source within its budget, as any honest one is, gives the same
+    documents always.
+    """
+
+    def __init__(self, recipe: CorpusRecipe, tasks: Sequence[PartTask], directory: Path) -> None:
+        self._directory, self._ratio = directory, recipe.max_compression_ratio
+        stored: Counter[str] = Counter()
+        for task in tasks:
+            stored[task.source.name] += task.bytes
+        self._allowed = {name: max(recipe.ratio_check_bytes, self._ratio * size) for name, size in stored.items()}
+        self._unpacked: Counter[str] = Counter()
+        for name in stored:  # of a build that was stopped; the budget may be another one now
+            budget_marker(directory, name).unlink(missing_ok=True)
+
+    def count(self, part: PartRecord) -> None:
+        before, allowed = self._unpacked[part.source], self._allowed[part.source]
+        self._unpacked[part.source] += part.unpacked
+        if before <= allowed < self._unpacked[part.source]:
+            write_text(budget_marker(self._directory, part.source), "")
+            warn(
+                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, which is "
+                f"{self._ratio:g} times its size or corpus.ratio_check_bytes; the rest of it is not read. If you trust "
+                "the data, raise corpus.max_compression_ratio"
+            )
 
 
 def group_small_files(files: Iterable[RawFile]) -> Iterator[tuple[RawFile, ...]]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zero2all.tokenizer.special_tokens import split_special
 from zero2all.tokenizer.template_child import BEGIN_GENERATION, END_GENERATION
 from zero2all.tokenizer.template_process import (
     ChatTemplateError,
@@ -24,6 +23,7 @@ from zero2all.tokenizer.template_process import (
     encode_conversation,
     shared_process,
 )
+from zero2all.tokenizer.vocabulary import split_special
 
 PRIVATE_USE_CHARACTERS = range(0x10FFFB, 0x100000, -1)  # not used by ordinary text
 JsonObject = Mapping[str, Any]

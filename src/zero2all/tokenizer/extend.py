@@ -28,8 +28,7 @@ from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.pair_index import new_words
 from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
-from zero2all.tokenizer.sentencepiece_convert import added_token
-from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
+from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, added_token
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
 from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts

@@ -17,8 +17,7 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.tokenizer.merge import Merge, learn_merges
 from zero2all.tokenizer.pair_index import Words, new_words
-from zero2all.tokenizer.sentencepiece_convert import piece_merges
-from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model
+from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model, piece_merges
 from zero2all.tokenizer.text_vocabulary import BYTE_TOKEN, SPACE_MARK
 from zero2all.tokenizer.tokenizer import Tokenizer
 

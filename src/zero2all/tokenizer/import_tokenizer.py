@@ -13,8 +13,7 @@ from zero2all.io import atomic_dir, checksums, fingerprint, read_json_object, re
 from zero2all.tokenizer.backends import parity_texts
 from zero2all.tokenizer.hf_directory import write_hf_directory
 from zero2all.tokenizer.manifest import KIND, ImportedTokenizer, is_other_tokenizer
-from zero2all.tokenizer.sentencepiece_convert import to_tokenizer_json
-from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, read_model
+from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, read_model, to_tokenizer_json
 from zero2all.tokenizer.tokenizer import Tokenizer, named_tokens, read_template
 
 

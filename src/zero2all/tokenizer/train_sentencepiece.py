@@ -23,8 +23,7 @@ from zero2all.paths import arrow_source
 from zero2all.recipe import TokenizerRecipe
 from zero2all.records import DocumentsManifest
 from zero2all.tokenizer.manifest import LearnedVocabulary
-from zero2all.tokenizer.sentencepiece_convert import to_tokenizer_json
-from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model
+from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model, to_tokenizer_json
 from zero2all.tokenizer.vocabulary import UNKNOWN, reserved_tokens
 from zero2all.tokenizer.word_count import BATCH_DOCUMENTS, select_documents
 from zero2all.units import show_bytes

@@ -1,4 +1,4 @@
-"""What every vocabulary shares: pre-tokenizer patterns, the byte alphabet, the special tokens and the chat template.
+"""What every vocabulary shares: pre-tokenizer patterns, byte alphabet, chat template, and special tokens in text.
 
 The ids of a vocabulary, from 0 on: the 256 bytes, the learned tokens, ``SPECIAL_TOKENS``, and reserved names up to the
 requested size.
@@ -6,7 +6,14 @@ requested size.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from importlib.resources import files
+from typing import Literal
+
+from zero2all.errors import UsageError, Z2aError
 
 END_OF_TEXT = "<|endoftext|>"  # ends a document
 START_OF_TEXT = "<|startoftext|>"
@@ -61,3 +68,38 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+
+
+AllowSpecial = Literal["none", "raise", "all"] | AbstractSet[str]
+"""What the text of a special token means: text; an error; the token; or the token if its name is in the set."""
+
+
+def allowed_names(allow: AllowSpecial, names: Collection[str], texts: list[str]) -> frozenset[str]:
+    """The special tokens that may be parsed in these texts."""
+    if allow == "none":
+        return frozenset()
+    if allow == "all":
+        return frozenset(names)
+    if allow == "raise":
+        for text in texts:
+            if len(parts := split_special(text, frozenset(names))) > 1:
+                raise Z2aError(
+                    f"the text contains {parts[1]!r}, which is the name of a special token: "
+                    "remove it, or encode it as text with allow_special='none'"
+                )
+        return frozenset()
+    if isinstance(allow, str) or (unknown := set(allow) - set(names)):
+        wrong = allow if isinstance(allow, str) else ", ".join(sorted(unknown))
+        raise UsageError(f"allow_special is 'none', 'raise', 'all' or a set of special tokens, not {wrong!r}")
+    return frozenset(allow)
+
+
+def split_special(text: str, names: frozenset[str]) -> list[str]:
+    """Text, name, text, name, ..., text: the texts have even indices and may be empty."""
+    return _pattern(names).split(text) if names else [text]
+
+
+@lru_cache(maxsize=64)
+def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+    # Longer names first, or one that begins another would hide it.
+    return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")")

@@ -89,8 +89,7 @@ def build_test_set(name: str, path: str, tokenizer: Tokenizer, out: Path) -> Non
 
 def read_test_documents(name: str, files: list[RawFile], source: SourceRecipe) -> Iterator[pa.RecordBatch]:
     """The documents of a test set. A file that cannot be read is an error: the metric would be that of other text."""
-    from zero2all.corpus.file_stats import FileStats
-    from zero2all.corpus.ingest import read_documents
+    from zero2all.corpus.ingest import FileStats, read_documents
 
     stats = FileStats()
     for file in files:

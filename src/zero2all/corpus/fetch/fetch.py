@@ -14,9 +14,15 @@ from pathlib import Path
 from zero2all.console import progress, say
 from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile
 from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
-from zero2all.corpus.fetch.file_names import WORK_DIRECTORY, check_paths, is_in_hidden_directory
 from zero2all.corpus.fetch.hub import HubAccess
-from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile, probe_file
+from zero2all.corpus.fetch.remote_file import (
+    WORK_DIRECTORY,
+    FileDigests,
+    RemoteFile,
+    check_paths,
+    is_in_hidden_directory,
+    probe_file,
+)
 from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source, recipe_sources
 from zero2all.corpus.fetch.threads import run_all
 from zero2all.directory_lock import LockUser, lock_directory

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero2all import __version__
-from zero2all.corpus.fetch.file_names import MANIFEST_NAME
-from zero2all.corpus.fetch.remote_file import RemoteFile
+from zero2all.corpus.fetch.remote_file import MANIFEST_NAME, RemoteFile
 from zero2all.errors import Z2aError
 from zero2all.io import read_record, sha256_file, write_record
 from zero2all.records import decode_json, parse_record

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import IO, Any
 
 from zero2all.corpus.code_paths import PATH_FIELDS, is_code_path
-from zero2all.corpus.readers import archives, csv_files, docx, epub, json_records, pdf, plain_text, web_pages
+from zero2all.corpus.readers import archives, csv_files, json_records, pdf, plain_text, web_pages, zip_documents
 from zero2all.corpus.readers.base import (
     NOT_INSTALLED,
     READ_ERRORS,
@@ -139,9 +139,9 @@ def _read_seekable(file: IO[bytes], file_format: FileFormat, name: str, limits: 
         case "pdf":
             return _chunk_records(pdf.read_pdf(file, name, limits))
         case "docx":
-            return _chunk_records(docx.read_docx(file, name, limits))
+            return _chunk_records(zip_documents.read_docx(file, name, limits))
         case _:
-            return _chunk_records(epub.read_epub(file, name, limits))
+            return _chunk_records(zip_documents.read_epub(file, name, limits))
 
 
 def _chunk_records(records: Iterator[dict[str, Any] | BrokenRecord]) -> Iterator[RecordChunk]:

@@ -1,9 +1,10 @@
-"""Validation text from inside long documents, for sources with too few documents to hold whole ones out.
+"""The validation split: blocks of long documents where there are too few, and train documents that repeat it.
 
-A document is cut into windows of about a thousand characters. Some runs of windows are validation text (blocks). The
-window on either side of a block goes to neither split, and so does every train window that repeats a block, in any
-document. What is left of a document, and each of its blocks, becomes a document whose gid lies on its side of the
-split, so later stages need to know nothing of this. Blocks depend on the document and ``holdout`` alone.
+Sources with too few documents to hold whole ones out give validation text from inside long ones. A document is cut into
+windows of about a thousand characters. Some runs of windows are validation text (blocks). The window on either side of
+a block goes to neither split, and so does every train window that repeats a block, in any document. What is left of a
+document, and each of its blocks, becomes a document whose gid lies on its side of the split, so later stages need to
+know nothing of this. Blocks depend on the document and ``holdout`` alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -21,17 +23,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from zero2all.console import say
 from zero2all.corpus.code_paths import is_labeled_as_code
 from zero2all.corpus.dedup.drops import count_drops, write_drops
 from zero2all.corpus.dedup.near import remaining_mask, shingle_hashes
 from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shingles import Hashes
 from zero2all.corpus.dedup.shuffle import load_rows, save_rows
+from zero2all.corpus.dedup.validation_overlap import (
+    build_validation_index,
+    write_validation_drops,
+    write_validation_signatures,
+)
+from zero2all.corpus.dedup_stage import FinishedStep, task_runner
 from zero2all.corpus.document import SCHEMA, Document, gid_in_split, gid_position, is_validation
 from zero2all.corpus.manifest import SPLITS
-from zero2all.corpus.part_files import DocumentWriter
-from zero2all.io import atomic_path
+from zero2all.corpus.part_files import DocumentWriter, PartFile
+from zero2all.engine import Engine
+from zero2all.io import atomic_path, fingerprint, read_finished, write_json
 from zero2all.paths import arrow_source
+from zero2all.recipe import CorpusRecipe
 
 LONG_CHARACTERS = 32_768  # a shorter document gives no blocks
 WINDOW_CHARACTERS = 1024
@@ -45,6 +56,8 @@ COPY = "copy of validation text"
 COPY_SHINGLES = DedupParams(ngram=13)  # longer than for near duplicates: phrases and templates recur in one book
 MIN_COPIED_SHARE = 0.5  # of a window's n-grams
 BATCH_DOCUMENTS = 64
+FEW_EXPECTED_DOCUMENTS = 20  # in the smaller split: with more, chance hardly leaves it empty
+MIN_VALIDATION_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -266,3 +279,92 @@ def _are_copies(windows: list[str], code: bool, copied: Hashes) -> NDArray[np.bo
     owners = np.repeat(np.arange(len(windows)), counts)
     shared: NDArray[np.intp] = np.bincount(owners[is_shared], minlength=len(windows))
     return (counts > 0) & (shared >= MIN_COPIED_SHARE * counts)
+
+
+def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str) -> list[PartFile]:
+    """The parts with documents cut and drop files added, so that every gid tells its split and nothing crosses it.
+
+    ``key`` fingerprints everything that the documents depend on.
+    """
+    if not recipe.holdout:
+        return parts
+    chats = {source.name for source in recipe.sources if source.kind != "text"}
+    cut = _cut_parts(engine, recipe.holdout, parts, chats, work / "blocks")
+    cut_names = [after.path.name for before, after in zip(parts, cut, strict=True) if before is not after]
+    key = fingerprint([key, cut_names]) if cut_names else key
+    # After the other drops, since a validation document that is dropped itself drops no train document.
+    return _drop_near_validation(engine, recipe, cut, work / "validation", key)
+
+
+def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], chats: set[str], work: Path) -> list[PartFile]:
+    """``chats`` are sources whose documents are dropped or kept as a whole."""
+    choices = _choose_blocks(engine, holdout, [part for part in parts if part.record.source not in chats])
+    if not choices:
+        return parts
+    chosen = [part for part in parts if part.record.source in choices]
+    files = [work / "ngrams" / f"{part.path.name}.npy" for part in chosen]
+    outs = [work / "cut" / part.path.name for part in parts]
+    title = "taking validation text from long documents"
+    with task_runner(engine, title, len(chosen) + 1 + len(parts)) as run_tasks:
+        names = [part.record.source for part in parts]
+        with_blocks = [(part.path, part.drop_files, choices[part.record.source]) for part in chosen]
+        counts = run_tasks(write_block_ngrams, [(*task, out) for task, out in zip(with_blocks, files, strict=True)])
+        run_tasks(merge_block_ngrams, [(files, work / "ngrams.npy")])
+        tasks = [
+            (part.path, part.drop_files, choices.get(name), holdout, work / "ngrams.npy", out, name not in chats)
+            for part, name, out in zip(parts, names, outs, strict=True)
+        ]
+        was_cut = run_tasks(write_cut_part, tasks)
+    for name in choices:
+        documents = sum(count for part, count in zip(chosen, counts, strict=True) if part.record.source == name)
+        say(f"{name}: too few documents to hold whole ones out; validation text is taken from inside {documents}")
+    return [
+        replace(part, path=out, drop_files=(*part.drop_files, cut_drops_path(out))) if changed else part
+        for part, out, changed in zip(parts, outs, was_cut, strict=True)
+    ]
+
+
+def _choose_blocks(engine: Engine, holdout: float, parts: list[PartFile]) -> dict[str, BlockChoice]:
+    """By source: those that have long documents and no usable split by document, because they have few documents."""
+    documents: Counter[str] = Counter()
+    for part in parts:
+        documents[part.record.source] += part.record.documents
+    few = {name for name, count in documents.items() if count * min(holdout, 1 - holdout) < FEW_EXPECTED_DOCUMENTS}
+    measured = [part for part in parts if part.record.source in few]
+    sizes = engine.run(measure_split, [(part.path, part.drop_files, holdout) for part in measured])
+    choices = {}
+    for name in sorted(few):
+        mine = [size for part, size in zip(measured, sizes, strict=True) if part.record.source == name]
+        long_gids = [gid for size in mine for gid in size.long_gids]
+        if long_gids and not _is_usable_split(mine, holdout):
+            choices[name] = BlockChoice(holdout, min(long_gids))
+    return choices
+
+
+def _is_usable_split(sizes: list[SplitSizes], holdout: float) -> bool:
+    """Whether there is validation text to speak of, and training has at least half of what it should have."""
+    train = sum(size.train_bytes for size in sizes)
+    valid = sum(size.valid_bytes for size in sizes)
+    return valid >= MIN_VALIDATION_BYTES and train >= (1 - holdout) / 2 * (train + valid)
+
+
+def _drop_near_validation(
+    engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str
+) -> list[PartFile]:
+    """Add to each part a file that names its train documents that are near duplicates of validation documents."""
+    outs = [work / "drops" / part.path.name for part in parts]
+    added = [replace(part, drop_files=(*part.drop_files, out)) for part, out in zip(parts, outs, strict=True)]
+    done = work / "done.json"
+    if read_finished(FinishedStep, done, key):
+        return added
+    done.unlink(missing_ok=True)
+    params = DedupParams(threshold=recipe.dedup.threshold)
+    signed = [work / "signed" / f"{part.path.name}.npy" for part in parts]
+    with task_runner(engine, "finding duplicates of validation documents", 2 * len(parts) + 1) as run_tasks:
+        files = [(part.path, part.drop_files, recipe.holdout) for part in parts]
+        run_tasks(write_validation_signatures, [(*of, out, params) for of, out in zip(files, signed, strict=True)])
+        (documents,) = run_tasks(build_validation_index, [(signed, work / "index", params)])
+        tasks = [(*of, work / "index", out, params) for of, out in zip(files, outs, strict=True)]
+        counts = run_tasks(write_validation_drops, tasks)
+    write_json(done, {"key": key, "validation": documents, "dropped": sum(counts)})
+    return added
