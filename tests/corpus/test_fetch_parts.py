@@ -13,9 +13,8 @@ import httpx2
 import pytest
 
 from zero2all import http_client
-from zero2all.corpus.fetch.download import PartialFile
+from zero2all.corpus.fetch.download import PartialFile, run_all
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.corpus.fetch.threads import run_all
 from zero2all.http_client import Backoff, HttpError, Stopped, TransientError
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zero2all.storyworld import check_story, generate_stories, summarize_checks
 from zero2all.storyworld.check import _Checker
+from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.language import complete_sentences
-from zero2all.storyworld.languages import get_language
 from zero2all.storyworld.plots import cast
 from zero2all.storyworld.teller import Teller
 

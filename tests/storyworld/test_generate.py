@@ -15,9 +15,9 @@ import pytest
 
 from zero2all.errors import UsageError
 from zero2all.storyworld import generate_stories, generate_story
+from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.grammar import Slot, role_kind
 from zero2all.storyworld.language import complete_sentences
-from zero2all.storyworld.languages import get_language
 from zero2all.storyworld.teller import Teller
 
 LANGUAGES = ("en", "zh")

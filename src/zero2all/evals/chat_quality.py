@@ -10,7 +10,7 @@ from statistics import median
 from zero2all.generation import SamplingParams, generate_batch
 from zero2all.model import Z2all
 from zero2all.storyworld.conversations import StoryConversation, generate_conversations
-from zero2all.storyworld.languages import LANGUAGES
+from zero2all.storyworld.generate import LANGUAGES
 from zero2all.tokenizer import Tokenizer
 
 HELD_OUT_FROM = 1_000_000  # numbers of conversations from here on are never trained on

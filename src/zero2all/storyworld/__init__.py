@@ -1,8 +1,7 @@
 """Short stories in English and Chinese, generated from a grammar, and a check of what a model writes after them."""
 
 from zero2all.storyworld.check import StoryCheck, StoryProblem, StoryQuality, check_story, summarize_checks
-from zero2all.storyworld.generate import generate_stories, generate_story
-from zero2all.storyworld.languages import LANGUAGES, story_language
+from zero2all.storyworld.generate import LANGUAGES, generate_stories, generate_story, story_language
 
 __all__ = [
     "LANGUAGES",

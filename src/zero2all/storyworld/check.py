@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.grammar import PERSON_ROLES, THING_ROLES, Parse
 from zero2all.storyworld.language import MAX_SENTENCE, Language, complete_sentences
-from zero2all.storyworld.languages import get_language
 from zero2all.storyworld.world import Discourse, Problem, ProblemKind, World
 
 MAX_STORY = 5000  # characters; no story is a quarter as long, and a check must end whatever a model writes

@@ -14,9 +14,9 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.grammar import Word
 from zero2all.storyworld.language import Language, read_toml
-from zero2all.storyworld.languages import get_language
 from zero2all.storyworld.plots import cast
 from zero2all.storyworld.teller import PLOT_PREFERENCE, Teller
 

@@ -6,9 +6,8 @@
 """
 
 from zero2all.tokens.build_store import build_tokens
-from zero2all.tokens.estimated_store import EstimatedStore, estimate_source_tokens
 from zero2all.tokens.manifest import BuiltStore
-from zero2all.tokens.packed_dataset import DocumentSpan, PackedDataset
+from zero2all.tokens.packed_dataset import DocumentSpan, EstimatedStore, PackedDataset, estimate_source_tokens
 from zero2all.tokens.prompts import opening_prompts
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import TokenShard, TokenStore

@@ -17,7 +17,7 @@ from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
 from zero2all.recipe.run_settings import stage_settings
 from zero2all.tokens import PackedDataset
-from zero2all.tokens.estimated_store import SizedStore
+from zero2all.tokens.packed_dataset import SizedStore
 from zero2all.train.lr_schedule import LRSchedule, StageSchedule
 from zero2all.units import Duration
 

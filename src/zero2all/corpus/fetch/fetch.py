@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from zero2all.console import progress, say
-from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile
+from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile, run_all
 from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
 from zero2all.corpus.fetch.hub import HubAccess
 from zero2all.corpus.fetch.remote_file import (
@@ -24,7 +24,6 @@ from zero2all.corpus.fetch.remote_file import (
     probe_file,
 )
 from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source, recipe_sources
-from zero2all.corpus.fetch.threads import run_all
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError, is_disk_full
 from zero2all.http_client import HttpClient, split_url

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
+from zero2all.corpus.fetch.download import run_all
 from zero2all.corpus.fetch.hub import HubAccess, HubSource, list_repository
 from zero2all.corpus.fetch.remote_file import RemoteFile, probe_file
-from zero2all.corpus.fetch.threads import run_all
 from zero2all.errors import UsageError
 from zero2all.http_client import HttpClient, split_url
 from zero2all.recipe import SourceRecipe
