@@ -26,7 +26,7 @@ from zero2all.train.optimizer import build_optimizers, set_learning_rate
 CONTENDERS = {
     "adamw": OptimizerRecipe(name="adamw", lr=1e-3),
     "adamw-bf16": OptimizerRecipe(name="adamw-bf16", lr=1e-3),
-    "adamw-bf16, kahan": OptimizerRecipe(name="adamw-bf16", rounding="kahan", lr=1e-3),
+    "adamw-bf16-kahan": OptimizerRecipe(name="adamw-bf16-kahan", lr=1e-3),
     "adamw-8bit": OptimizerRecipe(name="adamw-8bit", lr=1e-3),
     "adafactor": OptimizerRecipe(name="adafactor", lr=1e-3),
     "lion": OptimizerRecipe(name="lion", lr=1e-4),

@@ -77,7 +77,7 @@ checkpoint: {{every: 100000 steps}}
 track: {{log_every: 10}}
 """
 REPLICAS = "parallel.dp_replicate=2 parallel.dp_shard=1"
-DILOCO = f"parallel.sync.method=diloco parallel.sync.islands={NODES} parallel.sync.exchange_dtype=int8"
+DILOCO = f"parallel.sync.islands={NODES} parallel.sync.exchange_dtype=int8"
 AVERAGES = f"{DILOCO} parallel.sync.outer_lr=1 parallel.sync.outer_momentum=0 parallel.sync.overlap=2"
 ROWS = {
     "all-reduce": REPLICAS,
@@ -243,7 +243,7 @@ class SlowLink:
         recipe = self.recipe("base", ROWS[name])
         assert recipe.train.batch_tokens is not None
         sync = recipe.parallel.sync
-        period = sync.every if sync.method == "diloco" else 1
+        period = sync.every if sync.islands > 1 else 1
         first = WARM_UP + sync.overlap  # so that as many exchanges are merged as begin
         steps = first + max(1, TIMED // period) * period
         progress, wire = self._train(name, "timing", steps, self.rate)
@@ -269,7 +269,7 @@ class SlowLink:
         shutil.rmtree(recipe.run_dir, ignore_errors=True)
         path = self.out / f"{run}.yaml"
         write_text(path, recipe_yaml(recipe))
-        is_island = recipe.parallel.sync.method == "diloco"
+        is_island = recipe.parallel.sync.islands > 1
         record = recipe.run_dir / ("island-0" if is_island else "") / "record.jsonl"
         with simulated_nodes(NODES + 1) as (*nodes, login):
             for node in nodes if rate is not None else []:

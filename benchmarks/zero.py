@@ -67,12 +67,12 @@ def measure(methods: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[f
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="directory of the files of offload_dir")
+    parser.add_argument("--work", type=Path, required=True, help="directory of the files of parallel.offload")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     methods: dict[str, dict[str, Any]] = {f"zero {stage}": {"zero": stage} for stage in (3, 2, 1)}
     methods["zero 2, offload cpu"] = {"zero": 2, "offload": "cpu"}
-    methods["zero 2, offload cpu, offload_dir"] = {"zero": 2, "offload": "cpu", "offload_dir": options.work}
+    methods["zero 2, offload to files"] = {"zero": 2, "offload": options.work}
     seconds = run_ranks(RANKS, measure, methods, options.rounds, seconds=600)[0]
     rows = [
         (name, f"{1000 * statistics.median(found):.0f}", f"{median_ratio(found, seconds['zero 3']):.2f}")

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reference_generator.cli_page import cli_page
 from reference_generator.fragments import filled_pages
+from reference_generator.key_tests import KEY_TESTS, key_tests
 from reference_generator.python_page import python_page
 from reference_generator.recipe_page import KEY_VERSIONS, key_versions, recipe_page
 
@@ -26,6 +27,7 @@ def generated() -> dict[Path, str]:
         REFERENCE / "recipe.md": recipe_page(),
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "python.md": python_page(),
+        KEY_TESTS: json.dumps(key_tests(), indent=1) + "\n",
         KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",
         **filled_pages(),
     }

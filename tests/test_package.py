@@ -22,7 +22,7 @@ FEW_STEPS = [
     "train.steps=2", "train.batch_tokens=256", "train.seq_len=64", "train.device=cpu", "tokenizer.vocab_size=512",
     "model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_attention_heads=2",
     "model.num_key_value_heads=2", "checkpoint.flash_every=null", "evals.tokens=512",
-    "tokenizer.trainer=sentencepiece",  # has nothing to compile for the first run in a new directory
+    "tokenizer.trainer=sentencepiece-bpe",  # has nothing to compile for the first run in a new directory
 ]  # fmt: skip
 NEEDS_ADDRESS = "Url,AuthorEmail"  # what pyroma misses as long as the project has no public address
 

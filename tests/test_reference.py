@@ -20,6 +20,7 @@ import yaml
 import zero2all
 from generate_reference import REFERENCE, generated
 from reference_generator.fragments import FRAGMENTS, same_names
+from reference_generator.key_tests import VALUE_PATHS, key_tests, keys_set_in
 from zero2all.cli.main import app
 from zero2all.recipe import PRESETS, recipe_schema
 
@@ -28,6 +29,7 @@ PACKAGES = (
     "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "elastic", "doctor",
     "track", "evals", "generation", "storyworld",
 )  # fmt: skip
+MAX_UNTESTED_KEYS = 12
 TYPER_FLAGS = {"--install-completion", "--show-completion"}
 LAYER_TABLE = re.findall(
     r"<!-- generated: layers -->(.*?)<!-- end -->",
@@ -123,7 +125,25 @@ def test_every_recipe_key_is_on_the_page_and_no_other() -> None:
 def test_every_recipe_key_has_a_type_and_a_sentence_of_help() -> None:
     wrong = [f"{key}: {text!r}" for key, text in schema_keys() if not SENTENCE.fullmatch(text)]
     assert not wrong, "\n".join(wrong)
-    assert [key for key, cells in recipe_rows().items() if not (cells[1] and cells[4]) or "  " in cells[1]] == []
+    assert [key for key, cells in recipe_rows().items() if not (cells[1] and cells[5]) or "  " in cells[1]] == []
+
+
+def test_keys_without_a_test_do_not_become_more() -> None:
+    untested = [key for key in VALUE_PATHS if key not in key_tests()]
+    assert len(untested) <= MAX_UNTESTED_KEYS, untested
+    assert [key for key, cells in recipe_rows().items() if cells[4] == "no test"] == untested
+    missing = [file for file in key_tests().values() if not (ROOT / "tests" / file).is_file()]
+    assert not missing
+
+
+def test_a_common_word_does_not_count_as_a_test_of_a_key() -> None:
+    text = (
+        'train(steps=3, lr=0.1, name="x"); {"threshold": 1, "peak": 2}; "name=adamw, schedule.peak"; tokens.verify(1)'
+    )
+    assert keys_set_in(text, "train") == set()
+    assert keys_set_in("GuardRecipe(threshold=5)") == {"train.guard.threshold"}
+    assert keys_set_in('f"train.guard={{threshold: {value}}}"') == {"train.guard", "train.guard.threshold"}
+    assert keys_set_in('{"train": {"guard": {"skip": 3}}}') == {"train", "train.guard", "train.guard.skip"}
 
 
 def test_every_preset_is_on_the_page() -> None:

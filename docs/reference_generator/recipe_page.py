@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from reference_generator.key_tests import VALUE_PATHS, key_tests
 from reference_generator.markdown import first_paragraph, heading_link, page, paragraphs, prose, table, value_text
+from reference_generator.recipe_keys import Key, keys, section_in, sections
 from zero2all import __version__
 from zero2all.recipe import PRESETS, ModelConfig, Recipe
 from zero2all.recipe.sections import AnyDir, InputPath, LocalDir
@@ -37,7 +39,10 @@ recipe, `z2a recipe show` prints it with all defaults filled in, and `z2a recipe
 editors. [formats.md](../formats.md#recipe) describes the syntax.
 
 `[]` in a path stands for an element of a list: `corpus.sources[].name` is the name of a source. *Since* is the version
-that introduced the key under this name. A recipe with an earlier name fails, and the error gives the new one."""
+that introduced the key under this name. A recipe with an earlier name fails, and the error suggests the new one.
+*Tested in* is a file of `tests/` that sets the key: one of several, found by `docs/reference_generator/key_tests.py`.
+
+There are {count} keys. {untested}"""
 TYPE_ROWS = [
     ("count", "An integer, optionally with a suffix: `4096`, `64Ki`, `10M`, `1.1B`."),
     ("size", "A number of bytes: `4096`, `200MB`, `2GiB`."),
@@ -51,16 +56,9 @@ TYPE_ROWS = [
 ]
 
 
-class Key(NamedTuple):
-    path: str
-    hint: Any
-    """Its type with all annotations."""
-    info: FieldInfo
-
-
 def recipe_page() -> str:
     parts = [
-        RECIPE_INTRODUCTION,
+        RECIPE_INTRODUCTION.format(count=len(VALUE_PATHS), untested=untested_text()),
         "## Types",
         table(["Type", "Values"], ((f"`{name}`", text) for name, text in TYPE_ROWS)),
         "## Top level",
@@ -75,25 +73,9 @@ def recipe_page() -> str:
     return page("Recipe reference", *parts)
 
 
-def keys(section: type[Section], prefix: str) -> Iterator[Key]:
-    hints = get_type_hints(section, include_extras=True)
-    for name, info in section.model_fields.items():
-        yield Key(f"{prefix}.{name}" if prefix else name, hints[name], info)
-
-
-def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    """All sections below one, each before those inside it."""
-    for key in keys(section, prefix):
-        if found := section_in(key.hint):
-            path = key.path + ("[]" if get_origin(key.hint) is list else "")
-            yield path, found
-            yield from sections(found, path)
-
-
-def section_in(hint: Any) -> type[Section] | None:
-    if isinstance(hint, type) and issubclass(hint, Section):
-        return hint
-    return next((found for part in get_args(hint) if (found := section_in(part))), None)
+def untested_text() -> str:
+    untested = [f"`{path}`" for path in VALUE_PATHS if path not in key_tests()]
+    return f"No test sets {', '.join(untested)}." if untested else "A test sets each of them."
 
 
 def key_table(section: type[Section], prefix: str) -> str:
@@ -103,11 +85,18 @@ def key_table(section: type[Section], prefix: str) -> str:
             type_text(key),
             default_text(key),
             key_versions()[key.path],
+            test_text(key.path),
             prose(key.info.description or ""),
         )
         for key in keys(section, prefix)
     )
-    return table(["Key", "Type", "Default", "Since", "Description"], rows)
+    return table(["Key", "Type", "Default", "Since", "Tested in", "Description"], rows)
+
+
+def test_text(path: str) -> str:
+    if path not in VALUE_PATHS:
+        return ""  # a section
+    return f"`{key_tests()[path]}`" if path in key_tests() else "no test"
 
 
 def type_text(key: Key) -> str:

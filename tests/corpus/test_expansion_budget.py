@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import BuiltCorpus, build_corpus, part_files
+from zero2all.corpus import BuiltCorpus, build_corpus, expansion_budget, part_files
 from zero2all.corpus.part_files import OVER_BUDGET
 from zero2all.corpus.readers import ReadLimits
 from zero2all.engine import Engine
@@ -45,12 +45,13 @@ def test_the_rest_of_a_source_of_bombs_is_counted_and_not_read(
     bombs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_files, "SMALL_FILE_BYTES", 0)  # each is a part of its own
-    budget = {"max_compression_ratio": 50, "ratio_check_bytes": 10_000_000}
-    manifest = built(bombs, tmp_path / "documents", **budget)
+    monkeypatch.setattr(expansion_budget, "UNCHECKED_BYTES", 10_000_000)
+    manifest = built(bombs, tmp_path / "documents", max_compression_ratio=50)
     assert refused(manifest) == {OVER_BUDGET: 7}, "after the third, 12 MB are over the 10 MB"
     assert 10_000_000 < manifest.sources["raw"].read.bytes < 10_000_000 + BOMB_BYTES
-    assert built(bombs, tmp_path / "documents", **budget).reused, "the same again is not tried again"
-    more = built(bombs, tmp_path / "documents", max_compression_ratio=50, ratio_check_bytes=20_000_000)
+    assert built(bombs, tmp_path / "documents", max_compression_ratio=50).reused, "the same again is not tried again"
+    monkeypatch.setattr(expansion_budget, "UNCHECKED_BYTES", 20_000_000)
+    more = built(bombs, tmp_path / "documents", max_compression_ratio=51)
     assert refused(more) == {OVER_BUDGET: 5}, "with another budget it is"
     assert refused(built(bombs, tmp_path / "documents", max_compression_ratio=1000)) == {}
 
@@ -78,7 +79,9 @@ def test_an_archive_of_small_bombs_is_cut_off(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_honest_text_that_compresses_well_is_all_there(workers: int, tmp_path: Path) -> None:
+def test_honest_text_that_compresses_well_is_all_there(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logs: fifty times smaller, and no allowance for small sources."""
     rng, raw = random.Random(3), tmp_path / "raw"
     raw.mkdir()
@@ -89,7 +92,8 @@ def test_honest_text_that_compresses_well_is_all_there(workers: int, tmp_path: P
         (raw / f"{number}.txt.gz").write_bytes(gzip.compress(text[number].encode()))
     stored = sum(path.stat().st_size for path in raw.iterdir())
     assert 40 < sum(map(len, text.values())) / stored < 100
-    manifest = built(raw, tmp_path / "documents", Engine(workers=workers), ratio_check_bytes=1)
+    monkeypatch.setattr(expansion_budget, "UNCHECKED_BYTES", 1)
+    manifest = built(raw, tmp_path / "documents", Engine(workers=workers))
     assert refused(manifest) == {}
     shards = (tmp_path / "documents").glob("*/*.parquet")
     assert sorted(one for shard in shards for one in pq.read_table(shard)["content"].to_pylist()) == sorted(

@@ -35,7 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama, wide heads": {"head_dim": 32},
     "llama, linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama, yarn": {"rope_scaling": YARN},
-    "llama, yarn, own ramp": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5}},
     "llama, llama3 rope": {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     },
@@ -117,7 +116,6 @@ def test_what_llama_cpp_does_not_compute_is_refused(tokenizer: Tokenizer, tmp_pa
         ({"qkv_bias": True, "head_dim": 32}, "head_dim"),
         ({"qk_norm": True, "moe": {**EXPERTS, "norm_topk_prob": False}}, "norm_topk_prob"),
         ({"qk_norm": True, "moe": {**EXPERTS, "first_k_dense_replace": 1}}, "first_k_dense_replace"),
-        ({"rope_scaling": {**YARN, "attention_factor": 1.3}}, "attention_factor"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}},
             "rope_type",

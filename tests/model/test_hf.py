@@ -35,7 +35,6 @@ VARIANTS = {
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "dynamic rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
     "yarn": {"rope_scaling": YARN},
-    "yarn, set": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
     "llama3 rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}},
     "experts": MOE,
     "experts, one dense layer": {

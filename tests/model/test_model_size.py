@@ -130,7 +130,7 @@ def optimizer_state(variant: str, **optimizer: Any) -> int:
         ({"name": "muon"}, "dense"),
         ({"name": "adafactor"}, "moe"),
         ({"name": "adamw-bf16"}, "moe"),
-        ({"name": "adamw-bf16", "rounding": "kahan"}, "moe"),
+        ({"name": "adamw-bf16-kahan"}, "moe"),
         ({"name": "adamw-8bit"}, "moe"),
     ],
     ids=str,

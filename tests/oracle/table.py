@@ -78,7 +78,7 @@ SECOND_STEP = "train.steps=2"  # in the first, the model is the reference
 PAIRS = "train.mixture={preference: 1}"
 CHATS = "train.mixture={chat: 1}"
 REWARD = "tests.oracle.rollouts:reward_of_text"
-GRPO = f"group_size: 3, max_answer_tokens: 40, mask_truncated: false, rewards: ['{REWARD}']"
+GRPO = f"group_size: 3, mask_truncated: false, rewards: ['{REWARD}']"
 
 
 def _dpo(name: str, options: str, loss: Callable[[Reference], Tensor]) -> Objective:
@@ -100,7 +100,7 @@ OBJECTIVES = (
         reference.whole_conversations, reference.kto_loss, WHOLE_ANSWERS,
     ),
     Objective(
-        "GRPO", _of("grpo", CHATS, f"train.objective.grpo={{{GRPO}}}"),
+        "GRPO", _of("grpo", CHATS, "train.objective.max_answer_tokens=40", f"train.objective.grpo={{{GRPO}}}"),
         reference.sampled_answers, reference.grpo_loss, WHOLE_ANSWERS, has_endpoint=True,
     ),
     Objective(
@@ -114,7 +114,7 @@ OBJECTIVES = (
     Objective(
         "on-policy distillation",
         _of("distill", CHATS, "train.objective.distill.on_policy=true", "train.objective.distill.weight=0.75",
-            "train.objective.distill.max_answer_tokens=24"),
+            "train.objective.max_answer_tokens=24"),
         reference.sampled_answers, partial(reference.distillation_loss, weight=0.75, top_k=32, stored=False),
         ONE_DEVICE, recorded_loss=reference.token_loss,
     ),

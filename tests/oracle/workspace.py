@@ -35,7 +35,7 @@ train:
   optimizer: {{name: sgd, lr: 0.5, momentum: 0.0, weight_decay: 0.0}}
   schedule: {{shape: constant, warmup: 0 steps}}
 checkpoint: {{every: 100 steps, flash_every: null}}
-track: {{system_every: 1000, layer_norms_every: null}}
+track: {{layer_norms_every: null}}
 """
 
 

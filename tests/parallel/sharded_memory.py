@@ -179,7 +179,7 @@ class RankMemory:
     host: int = 0
     """Of the first three: what offload=cpu keeps in the memory of the node instead of the GPU's."""
     files: int = 0
-    """Of the first three: what is in files of offload_dir."""
+    """Of the first three: what is in files of parallel.offload."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -217,7 +217,7 @@ def rank_memory(
     activations, logits = _micro_batch_bytes(local_model, recipe, parallel_dims, dtype, device, pp_rank)
     state = sum(optimizer_state_bytes(optimizer, name, shape) for name, shape in shapes.items() if name in trained)
     files = state if recipe.parallel.offload_dir is not None else 0
-    offloads = recipe.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the node's
+    offloads = recipe.parallel.offload != "none" and device.type != "cpu"  # whose memory is the node's
     accumulates = uses_gradient_accumulation(recipe, parallel_dims)
     return RankMemory(
         parameters=held,

@@ -206,7 +206,7 @@ def offload(directory: Path, world: int) -> dict[str, list[bool]]:
         state_dict_saver.save(plain.state(), checkpoint_id=checkpoint)
         expected_losses.append(plain.step(1))
         same = []
-        for sizes, first in ((CPU, 0), ({**CPU, "offload_dir": directory}, 0), ({**CPU, "offload_dir": directory}, 1)):
+        for sizes, first in ((CPU, 0), ({"offload": directory}, 0), ({"offload": directory}, 1)):
             run = Run({**layout, **sizes}, world, seed=3 if first == 0 else 4)
             if first:
                 run.load(checkpoint)
@@ -214,7 +214,7 @@ def offload(directory: Path, world: int) -> dict[str, list[bool]]:
             end, expected = run.local_tensors(), plain.local_tensors()
             equal = all(tensor.equal(end[name]) for name, tensor in expected.items())
             same.append(equal and end.keys() == expected.keys() and losses == expected_losses[first:])
-            assert all(is_in_file(tensor) == ("offload_dir" in sizes) for tensor in run.moments())
+            assert all(is_in_file(tensor) == (sizes is not CPU) for tensor in run.moments())
         found[name] = same
     return found
 

@@ -24,7 +24,7 @@ model: {preset: z2all-300m, vocab_size: 32768}
 tokenizer: {vocab_size: 32768}
 train: {steps: 100, seq_len: 2048, batch_tokens: 64Ki, micro_batch_tokens: 8Ki, init: /weights, optimizer: {lr: 1e-5}}
 """
-GRPO = ["train.objective={name: grpo, grpo: {rewards: [a:b], group_size: 4, max_answer_tokens: 512}}"]
+GRPO = ["train.objective={name: grpo, max_answer_tokens: 512, grpo: {rewards: [a:b], group_size: 4}}"]
 
 
 def recipe_with(*overrides: str) -> Recipe:

@@ -44,7 +44,7 @@ def test_methods_send_what_their_names_say() -> None:
 
 def test_a_slow_link_gets_advice_and_a_fast_one_does_not() -> None:
     slow, fast = planned(0.25, *REPLICAS), planned(400, *REPLICAS)
-    assert "parallel.sync.method=" in slow.recommendation
+    assert "parallel.sync.islands=" in slow.recommendation
     assert slow.recommendation in "\n".join(sync_lines(slow))
     assert fast.recommendation == FAST_ENOUGH
 

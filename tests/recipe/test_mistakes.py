@@ -25,7 +25,6 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "num_experts_per_tok (5) is more": {"model": {"moe": {**MOE, "num_experts_per_tok": 5}}},
     "mup_base scales the head": {"model": {"mup_base": 64, "tie_word_embeddings": True}},
     "yarn needs original": {"model": {"rope_scaling": {"rope_type": "yarn", "factor": 2}}},
-    "high_freq_factor (1)": {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2, "high_freq_factor": 1}}},
     "give exactly one of steps, tokens, epochs, or stages (given: none)": {"train": {"steps": None}},
     "give exactly one of steps, tokens, epochs, or stages (given: steps, tokens)": {"train": {"tokens": 5}},
     "steps and stages": {"train": {"stages": [{"name": "a", "steps": 1}]}},
@@ -45,11 +44,11 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "zero=2 keeps the gathered weights": {"parallel": {"zero": 2, "reshard_after_forward": "always"}},
     "gradients that are reduce-scattered with every": {"parallel": {"zero": 1, "gradient_sync": "every"}},
     "gradients that are reduce-scattered with the last": {"parallel": {"zero": 2, "gradient_sync": "last"}},
-    "offload=cpu is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
-    "offload_dir holds what": {"parallel": {"offload_dir": "/nvme"}},
+    "offload is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
+    "or a directory with a slash": {"parallel": {"offload": "cup"}},
     "Muon multiplies whole": {"parallel": {"offload": "cpu"}, "train": {"optimizer": {"name": "muon"}}},
-    "parallel.offload_dir holds the moments": {
-        "parallel": {"offload": "cpu", "offload_dir": "/nvme"},
+    "the files of parallel.offload hold the moments": {
+        "parallel": {"offload": "/nvme"},
         "train": {"optimizer": {"name": "lion"}},
     },
     "parallel.tp (2) must divide model.num_key_value_heads (1)": {
@@ -227,6 +226,11 @@ def test_a_rule_that_an_override_breaks_is_a_mistake_of_the_override() -> None:
         ("model.beam_width", "known: preset, hidden_size, "),
         ("track.every", "did you mean log_every?"),
         ("train.num_experts", "did you mean model.moe.num_experts?"),
+        ("tokenizer.custom_pattern", "did you mean pattern?"),
+        ("parallel.offload_dir", "did you mean offload?"),
+        ("train.objective.grpo.max_answer_tokens", "did you mean train.objective.max_answer_tokens?"),
+        ("train.objective.grpo.endpoint_model", "did you mean endpoint?"),
+        ("train.guard.min_loss_change", "known: policy, threshold, "),
     ],
 )
 def test_a_key_of_another_level_is_suggested(key: str, hint: str) -> None:

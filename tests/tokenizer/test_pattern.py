@@ -84,7 +84,7 @@ def test_a_tokenizer_is_trained_with_a_pattern_of_ones_own(
 ) -> None:
     checked: list[str] = []
     monkeypatch.setattr(train, "check_pattern", checked.append)
-    recipe = TokenizerRecipe(vocab_size=512, min_frequency=1, custom_pattern=OWN)
+    recipe = TokenizerRecipe(vocab_size=512, min_frequency=1, pattern=OWN)
     made = train_tokenizer(recipe, workspace / "documents", tmp_path / "t")
     assert checked == [OWN]
     assert made.pattern == OWN
@@ -108,14 +108,14 @@ def refuse() -> None:
 
 
 def test_a_refused_pattern_leaves_nothing_behind(workspace: Path, tmp_path: Path) -> None:
-    recipe = TokenizerRecipe(vocab_size=512, custom_pattern=r"\w+")
+    recipe = TokenizerRecipe(vocab_size=512, pattern=r"\w+")
     with pytest.raises(UsageError, match="does not match"):
         train_tokenizer(recipe, workspace / "documents", tmp_path / "t")
     assert not list(tmp_path.iterdir())
 
 
 def test_keys_that_do_not_fit_are_mistakes_of_the_recipe() -> None:
-    with pytest.raises(RecipeError, match="unigram needs trainer: sentencepiece"):
-        parse_recipe("tokenizer: {algorithm: unigram}")
-    with pytest.raises(RecipeError, match="custom_pattern needs trainer: zero2all"):
-        parse_recipe("tokenizer: {trainer: sentencepiece, custom_pattern: '.'}")
+    with pytest.raises(RecipeError, match="must be zh-en-code, qwen2, gpt2, or a regular expression"):
+        parse_recipe("tokenizer: {pattern: qwen3}")
+    with pytest.raises(RecipeError, match="pattern needs trainer: zero2all"):
+        parse_recipe("tokenizer: {trainer: sentencepiece-bpe, pattern: '.'}")

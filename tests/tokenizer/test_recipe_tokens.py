@@ -20,36 +20,33 @@ from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
 from zero2all.tokens import build_tokens
 
 OWN = ["<think>", "</think>", "[INST]", "<|工具|>"]
-TRAINERS = [("zero2all", "bpe"), ("sentencepiece", "bpe"), ("sentencepiece", "unigram")]
+TRAINERS = ("zero2all", "sentencepiece-bpe", "sentencepiece-unigram")
 
 
-def recipe_of(trainer: str, algorithm: str, special_tokens: list[str]) -> TokenizerRecipe:
+def recipe_of(trainer: str, special_tokens: list[str]) -> TokenizerRecipe:
     return TokenizerRecipe.model_validate(
         {
             "vocab_size": 640,
             "min_frequency": 1,
             "trainer": trainer,
-            "algorithm": algorithm,
             "special_tokens": special_tokens,
         }
     )
 
 
 @pytest.fixture(scope="module")
-def trained(
-    workspace: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]]:
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, TrainedTokenizer]]:
     root = tmp_path_factory.mktemp("trained")
     found = {}
     for number, way in enumerate(TRAINERS):
-        made = train_tokenizer(recipe_of(*way, OWN), workspace / "documents", root / str(number))
+        made = train_tokenizer(recipe_of(way, OWN), workspace / "documents", root / str(number))
         found[way] = (Tokenizer(root / str(number)), made)
     return found
 
 
 @pytest.mark.parametrize("way", TRAINERS)
 def test_own_special_tokens_are_never_produced_from_text(
-    trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], way: tuple[str, str]
+    trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], way: str
 ) -> None:
     tokenizer, made = trained[way]
     assert {*OWN, "<|endoftext|>", "<|im_end|>"} <= set(tokenizer.special_ids)
@@ -71,16 +68,18 @@ def test_own_special_tokens_are_never_produced_from_text(
 
 @pytest.mark.parametrize("way", TRAINERS)
 def test_text_round_trips_and_transformers_agrees(
-    trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], way: tuple[str, str]
+    trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], way: str
 ) -> None:
     tokenizer, _ = trained[way]
     theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
     for text in (*TRICKY_TEXTS, "  the model reads 春眠不觉晓\n\n"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        if way[1] != "unigram" or "<" not in text:  # there their encoder takes the names in a text for special tokens
+        if (
+            way != "sentencepiece-unigram" or "<" not in text
+        ):  # there their encoder takes the names in a text for special tokens
             assert theirs(text, split_special_tokens=True)["input_ids"] == ids
-    if way[0] == "sentencepiece":
+    if way != "zero2all":
         package = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.directory / MODEL_FILE))
         assert package.get_piece_size() == 640
         for text in (*TRICKY_TEXTS[:-3], "  the model reads 春眠不觉晓\n\n"):
@@ -88,9 +87,9 @@ def test_text_round_trips_and_transformers_agrees(
 
 
 def test_own_tokens_take_the_place_of_reserved_ones(
-    workspace: Path, trained: dict[tuple[str, str], tuple[Tokenizer, TrainedTokenizer]], tmp_path: Path
+    workspace: Path, trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], tmp_path: Path
 ) -> None:
-    plain = train_tokenizer(recipe_of("zero2all", "bpe", []), workspace / "documents", tmp_path / "t")
+    plain = train_tokenizer(recipe_of("zero2all", []), workspace / "documents", tmp_path / "t")
     tokenizer, made = trained["zero2all", "bpe"]
     assert made.learned == plain.learned
     assert tokenizer.token_bytes[: made.learned] == Tokenizer(tmp_path / "t").token_bytes[: made.learned]
@@ -99,8 +98,7 @@ def test_own_tokens_take_the_place_of_reserved_ones(
 def test_sentencepiece_gives_the_same_bytes_twice_and_its_tokens_are_built(workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(
         workspace,
-        "tokenizer.trainer=sentencepiece",
-        "tokenizer.algorithm=unigram",
+        "tokenizer.trainer=sentencepiece-unigram",
         f"tokenizer.dir={tmp_path}/a",
         f"tokens.dir={tmp_path}/tokens",
     )
@@ -124,13 +122,13 @@ def test_special_tokens_that_exist_or_do_not_fit_say_so(workspace: Path, tmp_pat
         parse_recipe("tokenizer: {special_tokens: ['<a>', '<a>']}")
     for name in ("<|pad|>", "<|reserved_3|>", "<unk>"):
         with pytest.raises(UsageError, match="every vocabulary has"):
-            train_tokenizer(recipe_of("zero2all", "bpe", [name]), workspace / "documents", tmp_path / "t")
+            train_tokenizer(recipe_of("zero2all", [name]), workspace / "documents", tmp_path / "t")
     many = [f"<t{n}>" for n in range(400)]
     with pytest.raises(UsageError, match="leaves no room"):
-        train_tokenizer(recipe_of("zero2all", "bpe", many), workspace / "documents", tmp_path / "t")
+        train_tokenizer(recipe_of("zero2all", many), workspace / "documents", tmp_path / "t")
 
 
 def test_sentencepiece_without_text_or_room_says_so(workspace: Path, tmp_path: Path) -> None:
     many = [f"<t{n}>" for n in range(360)]
     with pytest.raises(UsageError, match="sentencepiece cannot train this vocabulary: Vocabulary size"):
-        train_tokenizer(recipe_of("sentencepiece", "bpe", many), workspace / "documents", tmp_path / "t")
+        train_tokenizer(recipe_of("sentencepiece-bpe", many), workspace / "documents", tmp_path / "t")

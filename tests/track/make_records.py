@@ -152,7 +152,7 @@ def runs_to_make() -> list[RunToMake]:
     runs += [RunToMake(f"{recipe}-1", recipe, preferences, 1) for recipe in ("dpo", "kto")]
     grpo = ("train.steps=60", "train.seq_len=256", "train.batch_tokens=1024", "train.micro_batch_tokens=2048",
             "train.objective.grpo.rewards=['tests.track.make_records:similar']",
-            "train.objective.grpo.group_size=4", "train.objective.grpo.max_answer_tokens=100")  # fmt: skip
+            "train.objective.grpo.group_size=4", "train.objective.max_answer_tokens=100")  # fmt: skip
     runs.append(RunToMake("grpo-1", "grpo", grpo, 1))
     distill = (*short[:3], "train.tokens=null", "train.steps=250", "train.schedule.warmup=20 steps")
     runs.append(RunToMake("distill-1", "distill", distill, 1))

@@ -194,9 +194,9 @@ def test_the_loss_is_that_of_adamw_in_fp32() -> None:
     """Both compute in bf16. Within 0.02 of a loss that falls from 4.2 below 1, in the mean of 10 steps after 30."""
     wanted = losses_of(OptimizerRecipe(name="adamw", lr=1e-2), 40)
     assert sum(wanted[-10:]) / 10 < 1
-    for rounding in ROUNDINGS:
-        losses = losses_of(OptimizerRecipe(name="adamw-bf16", rounding=rounding, lr=1e-2), 40)
-        assert sum(losses[-10:]) / 10 == pytest.approx(sum(wanted[-10:]) / 10, abs=0.02), rounding
+    for name in ("adamw-bf16", "adamw-bf16-kahan"):
+        losses = losses_of(OptimizerRecipe(name=name, lr=1e-2), 40)  # type: ignore[arg-type]
+        assert sum(losses[-10:]) / 10 == pytest.approx(sum(wanted[-10:]) / 10, abs=0.02), name
 
 
 def test_adapters_are_trained_too() -> None:

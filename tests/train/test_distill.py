@@ -156,7 +156,7 @@ def test_a_student_learns_from_its_own_answers(workspace: Path, teacher: Run, tm
     recipe = student(
         workspace, teacher, tmp_path / "out", f"corpus.sources={json.dumps(sources)}", "corpus.dir=null",
         "tokens.dir=null", "train.steps=3", "train.objective.distill.on_policy=true",
-        "train.objective.distill.max_answer_tokens=8",
+        "train.objective.max_answer_tokens=8",
     )  # fmt: skip
     build_corpus(recipe.corpus, recipe.documents_dir)
     build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)

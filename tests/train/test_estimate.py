@@ -30,7 +30,8 @@ model: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_atten
   max_position_embeddings: 256}
 train: {tokens: 1M, seq_len: 64, batch_tokens: 4096, micro_batch_tokens: 512, optimizer: {lr: 1e-3}}
 """
-STAGES = """train.stages=[{name: short, steps: 100, batch_ramp: {start: 1024, over: 10 steps}},
+RAMP = "train.batch_ramp={start: 1024, over: 10 steps}"
+STAGES = """train.stages=[{name: short, steps: 100},
   {name: long, tokens: 500K, seq_len: 256, schedule: {shape: linear, warmup: 0, min_lr_ratio: 0}}]"""
 
 
@@ -146,7 +147,7 @@ def test_tokens_are_estimated_from_documents(workspace: Path, tmp_path: Path) ->
 
 
 def test_every_stage_is_a_block(tmp_path: Path) -> None:
-    estimate, text = described(unbuilt(tmp_path, "train.tokens=null", STAGES))
+    estimate, text = described(unbuilt(tmp_path, "train.tokens=null", RAMP, STAGES))
     short, long = estimate.stages
     assert (short.steps, short.ramp_steps, long.seq_len) == (100, 10, 256)
     assert short.tokens is not None

@@ -205,6 +205,9 @@ def test_extensions_that_a_user_wrote_are_checked(workspace: Path, capsys: pytes
         planned(workspace, f"train.extensions=[{entry % ('main', 4)}, {entry % ('main', 4)}]")
     with pytest.raises(UsageError, match="stage anneal begins at step 6, so it cannot be extended at step 6"):
         staged(workspace, 6, 6, f"train.extensions=[{entry % ('anneal', 6)}]")
-    written = planned(workspace, f"train.extensions=[{entry % ('main', 4)}]")
+    written = planned(
+        workspace,
+        "train.extensions=[{stage: main, step: 4, mode: constant, schedule: {warmup: 20 steps}, steps: 6}]",
+    )
     assert multipliers(continue_schedule(planned(workspace), written, 5, None)) == multipliers(planned(workspace))
     assert "train.extensions of the recipe is ignored" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def grpo(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     recipe = tiny_recipe(
         workspace, f"out={out}", f"corpus.sources={json.dumps(sources)}", "corpus.dir=null", "tokens.dir=null",
         f"train.init={base.run_dir}", "train.objective.name=grpo", f"train.seq_len={SEQ_LEN}", "train.steps=4",
-        "train.objective.grpo={group_size: 4, max_answer_tokens: 12, mask_truncated: false, "
+        "train.objective.max_answer_tokens=12", "train.objective.grpo={group_size: 4, mask_truncated: false, "
         "rewards: ['tests.train.test_grpo:many_vowels']}",
         "train.batch_tokens=256", "train.micro_batch_tokens=128", "train.optimizer.lr=1e-3",
     )  # fmt: skip
@@ -71,13 +71,13 @@ def grpo(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return recipe
 
 
-def elsewhere(recipe: Recipe, out: Path, **options: object) -> Recipe:
+def elsewhere(recipe: Recipe, out: Path, max_answer_tokens: int = 12, **options: object) -> Recipe:
     places = {
         name: getattr(recipe, name).model_copy(update={"dir": getattr(recipe, f"{name}_dir")})
         for name in ("tokens", "tokenizer")
     }
     grpo = recipe.train.objective.grpo.model_copy(update=options)
-    objective = recipe.train.objective.model_copy(update={"grpo": grpo})
+    objective = recipe.train.objective.model_copy(update={"grpo": grpo, "max_answer_tokens": max_answer_tokens})
     return recipe.model_copy(
         update={"out": out, "train": recipe.train.model_copy(update={"objective": objective}), **places}
     )
@@ -119,7 +119,7 @@ def test_truncated_answers_do_not_count(grpo: Recipe, tmp_path: Path, capsys: py
     assert all(values["loss"] == 0 == values["grad_norm"] for values in all_cut)
     printed = " ".join(capsys.readouterr().err.split())
     assert printed.count("learns nothing: all answers were cut at 1 tokens") == 1
-    assert "raise train.objective.grpo.max_answer_tokens" in printed
+    assert "raise train.objective.max_answer_tokens" in printed
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_answers_may_come_from_a_server(grpo: Recipe, tmp_path: Path, monkeypatc
     engine = Engine(base.load_model(), base.tokenizer(), rows=8, max_waiting=256)
     monkeypatch.setenv("Z2A_API_KEY", KEY)
     with serve(engine, ServedModel("base", base.tokenizer(), None)) as server:
-        recipe = elsewhere(grpo, tmp_path / "run", endpoint=f"{server.url}/v1", endpoint_model="base")
+        recipe = elsewhere(grpo, tmp_path / "run", endpoint=f"{server.url}/v1")
         train(recipe)
-        wrong = elsewhere(grpo, tmp_path / "wrong", endpoint=f"{server.url}/v1", endpoint_model="other")
+        wrong = elsewhere(grpo, tmp_path / "wrong", endpoint=f"{server.url}/v2")
         with pytest.raises(Z2aError, match="HTTP 404"):
             train(wrong)
     gaps = [values["sampler_gap"] for values in steps_of(recipe).values()]

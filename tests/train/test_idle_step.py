@@ -10,7 +10,7 @@ import pytest
 from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.train.idle_step import idle_reason
 
-GRPO = {"name": "grpo", "grpo": {"rewards": ["a:b"], "max_answer_tokens": 16}}
+GRPO = {"name": "grpo", "max_answer_tokens": 16, "grpo": {"rewards": ["a:b"]}}
 UNMASKED = {"name": "grpo", "grpo": {"rewards": ["a:b"], "mask_truncated": False}}
 
 
@@ -26,7 +26,7 @@ def reason(
     ("objective", "metrics", "batch", "expected"),
     [
         (GRPO, {"truncated_answers": 1.0, "groups_without_spread": 0.2}, {}, "cut at 16 tokens"),
-        (GRPO, {"truncated_answers": 1.0, "groups_without_spread": 0.2}, {}, "train.objective.grpo.max_answer_tokens"),
+        (GRPO, {"truncated_answers": 1.0, "groups_without_spread": 0.2}, {}, "train.objective.max_answer_tokens"),
         (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 1.0}, {}, ""),
         (GRPO, {"truncated_answers": 0.9, "groups_without_spread": 0.9}, {}, ""),
         (UNMASKED, {"truncated_answers": 1.0, "groups_without_spread": 0.0}, {}, ""),

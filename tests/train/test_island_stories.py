@@ -57,7 +57,7 @@ train:
   schedule: {warmup: 10 steps}
 checkpoint: {every: 10 steps, flash_every: null}
 evals: {tokens: 65536}
-parallel: {sync: {method: diloco, islands: 2, every: 8, fragments: 2, overlap: 2}}
+parallel: {sync: {islands: 2, every: 8, fragments: 2, overlap: 2}}
 """
 # Rank 1 of the second island kills itself at a step, once. The first island trains on, but not past another step before
 # the second one is back: how long a start takes on this machine must not decide how much data is missed.
@@ -211,7 +211,7 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_costs_less_than_on
 def test_an_island_that_is_silent_is_not_waited_for_and_catches_up_when_it_runs_again(
     workspace: Path, tmp_path: Path
 ) -> None:
-    options = ["train.steps=200", "parallel.sync.method=diloco", "parallel.sync.islands=2", "parallel.sync.every=5"]
+    options = ["train.steps=200", "parallel.sync.islands=2", "parallel.sync.every=5"]
     recipe = tiny_recipe(workspace, f"out={tmp_path}/out", *options)
     record = tmp_path / "out" / "run" / "island-1" / "record.jsonl"
     with island_processes(tmp_path) as islands:

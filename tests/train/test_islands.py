@@ -21,7 +21,7 @@ from zero2all.train import Run, TrainerHooks, island_run, train
 from zero2all.train.data_loader import Batch
 from zero2all.train.trainer import Trainer
 
-DILOCO = ["parallel.sync.method=diloco", "parallel.sync.islands=2", "parallel.sync.every=4"]
+DILOCO = ["parallel.sync.islands=2", "parallel.sync.every=4"]
 STREAMING = ["parallel.sync.fragments=2", "parallel.sync.overlap=2"]
 
 
@@ -64,7 +64,7 @@ def events(run: Run, name: str) -> list[EventLine]:
 
 def test_one_island_is_plain_training_bit_by_bit(workspace: Path, tmp_path: Path) -> None:
     train(tiny_recipe(workspace, f"out={tmp_path}/plain"))
-    train(tiny_recipe(workspace, f"out={tmp_path}/one", "parallel.sync.method=diloco", "parallel.sync.every=2"))
+    train(tiny_recipe(workspace, f"out={tmp_path}/one", "parallel.sync.every=2"))
     assert_equal(weights(Run.open(tmp_path / "plain")), weights(Run.open(tmp_path / "one")))
 
 

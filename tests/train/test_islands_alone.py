@@ -62,7 +62,7 @@ class OwnLink:
 
 def island(link: OwnLink, **options: object) -> tuple[TinyModel, Islands]:
     model = TinyModel(0)
-    recipe = SyncRecipe(method="diloco", islands=2, **{"every": 4, "fragments": 2, "overlap": 2, **options})
+    recipe = SyncRecipe(islands=2, **{"every": 4, "fragments": 2, "overlap": 2, **options})
     return model, Islands(OuterOptimizer(model, 3, recipe), link, TOTAL)
 
 

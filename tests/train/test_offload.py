@@ -21,7 +21,7 @@ STEPS = ("train.steps=4", "train.precision=fp32", "train.optimizer.name=adamw")
 
 def test_an_offloaded_run_on_one_device_that_is_interrupted_equals_a_plain_one(workspace: Path, tmp_path: Path) -> None:
     train(tiny_recipe(workspace, f"out={tmp_path / 'plain'}", *STEPS))
-    offload = f"parallel={{zero: 2, offload: cpu, offload_dir: {tmp_path / 'nvme'}}}"
+    offload = f"parallel={{zero: 2, offload: {tmp_path / 'nvme'}}}"
     recipe = tiny_recipe(workspace, f"out={tmp_path / 'files'}", offload, *STEPS)
     with pytest.raises(Interrupted):
         train(recipe, ctrl_c_at(2))
@@ -54,6 +54,6 @@ def test_a_full_disk_is_an_error_before_training(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Z2aError, match=r"No space left on device.*: free space there, or change parallel.offload_dir"):
+    with pytest.raises(Z2aError, match=r"No space left on device.*: free space there, or change parallel.offload"):
         map_optimizer_state([adamw()], tmp_path)
     assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, train
 
 BF16 = ["train.optimizer.name=adamw-bf16", "train.precision=bf16"]
-KAHAN = [*BF16, "train.optimizer.rounding=kahan"]
+KAHAN = ["train.optimizer.name=adamw-bf16-kahan", "train.precision=bf16"]
 MOE = "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16}"
 OPTIMIZERS = {
     "stochastic": [*BF16, MOE],
@@ -86,7 +86,7 @@ def test_another_optimizer_or_rounding_is_refused(trained: Path, workspace: Path
     longer = [f"out={tmp_path}/out", "train.steps=6"]
     with pytest.raises(UsageError, match=r"optimizer\.name=adamw-bf16, not adamw\. .*train\.init="):
         train(tiny_recipe(workspace, *longer))
-    with pytest.raises(UsageError, match=r"optimizer\.rounding=stochastic, not kahan"):
+    with pytest.raises(UsageError, match=r"optimizer\.name=adamw-bf16, not adamw-bf16-kahan"):
         train(tiny_recipe(workspace, *longer, *KAHAN))
     train(tiny_recipe(workspace, f"out={tmp_path}/fp32", "train.steps=2"))
     with pytest.raises(UsageError, match=r"optimizer\.name=adamw, not adamw-bf16"):

@@ -45,7 +45,7 @@ class Case:
     """Of a weight after steps with the same gradients, relative to its change in one process."""
 
     def recipe(self, parallel: bool = True) -> Recipe:
-        bf16 = self.optimizer["name"] == "adamw-bf16"
+        bf16 = self.optimizer["name"] in ("adamw-bf16", "adamw-bf16-kahan")
         train = {
             "steps": 1, "seq_len": LENGTH, "batch_tokens": SAMPLES * LENGTH, "precision": "bf16" if bf16 else "fp32",
             "optimizer": {"lr": 3e-3, "muon_lr": 0.01, **self.optimizer},
@@ -67,7 +67,7 @@ class Result:
 
 
 BF16 = {"loss_tolerance": BF16_LOSS_TOLERANCE, "update_tolerance": 0.0}  # the same bits in every layout
-KAHAN = {"name": "adamw-bf16", "rounding": "kahan"}
+KAHAN = {"name": "adamw-bf16-kahan"}
 ON_TWO = {
     "adamw": Case({"name": "adamw"}),
     "lion": Case({"name": "lion", "lr": 3e-4}),

@@ -40,7 +40,7 @@ def train_a_little(model: nn.Module, seed: int, size: float = 0.1) -> None:
 
 
 def outer_of(model: nn.Module, **options: object) -> OuterOptimizer:
-    return OuterOptimizer(model, 3, SyncRecipe(method="diloco", islands=2, **options))
+    return OuterOptimizer(model, 3, SyncRecipe(islands=2, **options))
 
 
 @settings(max_examples=30)
@@ -142,7 +142,7 @@ def test_every_weight_is_in_one_fragment_and_each_has_its_turn() -> None:
         found = split_fragments(tensors, 7, count)
         assert sorted(name for part in found for name in part) == sorted(tensors)
         assert all(found), count
-        recipe = SyncRecipe(method="diloco", every=14, fragments=count)
+        recipe = SyncRecipe(islands=2, every=14, fragments=count)
         due = [fragment_due(done, recipe) for done in range(1, 29)]
         assert {number: due.count(number) for number in range(count)} == dict.fromkeys(range(count), 2)
     assert fragment_due(0, recipe) is None

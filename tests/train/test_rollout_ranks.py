@@ -45,7 +45,7 @@ def grpo(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     recipe = tiny_recipe(
         workspace, f"out={out}", f"corpus.sources={json.dumps(sources)}", "corpus.dir=null", "tokens.dir=null",
         "train.objective.name=grpo", f"train.seq_len={SEQ_LEN}", f"train.steps={STEPS}", "evals.every=null",
-        f"train.objective.grpo={{group_size: {GROUP}, max_answer_tokens: 12, mask_truncated: false, "
+        "train.objective.max_answer_tokens=12", f"train.objective.grpo={{group_size: {GROUP}, mask_truncated: false, "
         "rewards: ['tests.train.test_rollout_ranks:vowels']}",
         f"train.batch_tokens={PROMPTS * SEQ_LEN}", f"train.micro_batch_tokens={SEQ_LEN}", "train.optimizer.lr=1e-3",
     )  # fmt: skip

@@ -71,17 +71,14 @@ def test_each_kind_of_outlier_is_detected_at_once(change: tuple[float, float], w
     assert fired(loss, norm) == [200]
 
 
-@pytest.mark.parametrize(
-    ("change", "option", "allowed", "reported"),
-    [((1.4, 1.0), "min_loss_change", 0.6, 0.2), ((1.0, 20.0), "min_norm_factor", 40.0, 10.0)],
-)
-def test_smaller_changes_than_the_least_are_not_reported(
-    change: tuple[float, float], option: str, allowed: float, reported: float
+@pytest.mark.parametrize(("small", "large"), [((1.08, 1.0), (1.15, 1.0)), ((1.0, 4.0), (1.0, 7.0))])
+def test_small_changes_are_no_outliers_however_steady_the_metric_is(
+    small: tuple[float, float], large: tuple[float, float]
 ) -> None:
-    loss, norm = loss_curve(3)
-    loss[200], norm[200] = loss[200] * change[0], norm[200] * change[1]
-    assert fired(loss, norm, **{option: allowed}) == []
-    assert fired(loss, norm, **{option: reported}) == [200]
+    for change, expected in ((small, []), (large, [200])):
+        loss, norm = [3.0] * 300, [1.0] * 300
+        loss[200], norm[200] = loss[200] * change[0], norm[200] * change[1]
+        assert fired(loss, norm) == expected
 
 
 def test_its_state_is_restored() -> None:
@@ -181,17 +178,15 @@ def test_policy_warn_changes_nothing(workspace: Path, tmp_path: Path, poisoned: 
     assert losses(Run.open(warned.run_dir)) == losses(Run.open(disabled.run_dir))
 
 
-def test_a_recipe_says_which_changes_are_too_small_to_report(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
-    """The loss doubles on garbage, and falls on newlines, by less than all of it."""
+def test_a_recipe_says_how_far_off_an_outlier_is(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
     spikes = []
-    for options in ([], ["train.guard.min_loss_change=0.99", "train.guard.min_norm_factor=1e9"]):
+    for options in ([], ["train.guard.threshold=1e9"]):
         recipe = guard_recipe(workspace, tmp_path / str(len(spikes)), poisoned, "train.steps=76", *options)
         train(recipe)
         spikes.append({event["step"] for event in events(Run.open(recipe.run_dir), "spike")})
     assert spikes[0] & {*NEWLINES}
     assert spikes[0] & {*GARBAGE}
-    assert spikes[1] & {*GARBAGE}
-    assert not spikes[1] & {*NEWLINES}
+    assert spikes[1] == set()
 
 
 @pytest.mark.parametrize("times", [1, 2])

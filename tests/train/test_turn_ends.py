@@ -105,11 +105,12 @@ OBJECTIVES: dict[str, list[str]] = {
     "sft, one in a row": ["train.objective.name=sft", "train.objective.packing=false"],
     "dpo": ["train.objective.name=dpo", "train.mixture={preference: 1}"],
     "kto": ["train.objective.name=kto", "train.mixture={rating: 1}"],
-    "grpo": ["train.objective.name=grpo", "train.objective.grpo={group_size: 2, max_answer_tokens: 6, "
+    "grpo": ["train.objective.name=grpo", "train.objective.max_answer_tokens=6",
+             "train.objective.grpo={group_size: 2, "
              "mask_truncated: false, rewards: ['tests.train.test_turn_ends:same_length']}"],
     "distillation with a mask": ["train.objective.name=distill", "train.document_mask=true"],
     "distillation on its own answers": ["train.objective.name=distill", "train.objective.distill.on_policy=true",
-                                        "train.objective.distill.max_answer_tokens=6"],
+                                        "train.objective.max_answer_tokens=6"],
 }  # fmt: skip
 
 

@@ -404,6 +404,6 @@ def _no_space_message(place: Path, size: int, copies: int, error: str) -> str:
 
 
 def _is_not_staged(tensor: Tensor) -> bool:
-    """Quantized optimizer state is not plain bytes; state in files (parallel.offload_dir) need not fit into memory."""
+    """Quantized optimizer state is not plain bytes; state in files (parallel.offload) need not fit into memory."""
     shard = local_shard(tensor)
     return type(shard) is not Tensor or shard.untyped_storage().filename is not None

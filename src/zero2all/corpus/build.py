@@ -111,7 +111,7 @@ def _build_corpus(
     key = fingerprint([[task.key for task in tasks], options, evaluation])
     missing = missing_packages()
     key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
-    within_budget = [OVER_BUDGET, recipe.max_compression_ratio, recipe.ratio_check_bytes]
+    within_budget = [OVER_BUDGET, recipe.max_compression_ratio]
     possible = [first for one in (key, key_with_missing) for first in (one, fingerprint([one, within_budget]))]
     if any(is_current(out, KIND, one, verify) for one in possible):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)

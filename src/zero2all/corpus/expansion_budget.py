@@ -18,6 +18,8 @@ from zero2all.io import write_text
 from zero2all.recipe import CorpusRecipe
 from zero2all.units import show_bytes
 
+UNCHECKED_BYTES = 64 * 2**30  # of records of a source before the ratio is checked
+
 
 class ExpansionBudget:
     """Adds up what the parts of each source unpack to, and tells the workers where a source is over its budget."""
@@ -27,7 +29,7 @@ class ExpansionBudget:
         stored: Counter[str] = Counter()
         for task in tasks:
             stored[task.source.name] += task.bytes
-        self._allowed = {name: max(recipe.ratio_check_bytes, self._ratio * size) for name, size in stored.items()}
+        self._allowed = {name: max(UNCHECKED_BYTES, self._ratio * size) for name, size in stored.items()}
         self._unpacked: Counter[str] = Counter()
         for name in stored:  # of a build that was stopped; the budget may be another one now
             budget_marker(directory, name).unlink(missing_ok=True)
@@ -38,7 +40,6 @@ class ExpansionBudget:
         if before <= allowed < self._unpacked[part.source]:
             write_text(budget_marker(self._directory, part.source), "")
             warn(
-                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, which is "
-                f"{self._ratio:g} times its size or corpus.ratio_check_bytes; the rest of it is not read. If you trust "
-                "the data, raise corpus.max_compression_ratio"
+                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, {self._ratio:g} times "
+                "its size; the rest of it is not read. If you trust the data, raise corpus.max_compression_ratio"
             )

@@ -155,8 +155,6 @@ def gguf_incompatibility(config: ModelConfig) -> str | None:
         return "its Qwen2 has heads of hidden_size / num_attention_heads (model.head_dim)"
     if scaling is not None and scaling.rope_type == "dynamic":
         return "it has no dynamic RoPE scaling (model.rope_scaling.rope_type)"
-    if scaling is not None and scaling.attention_factor is not None:
-        return "it computes the attention factor of YaRN itself (model.rope_scaling.attention_factor)"
     if scaling is not None and scaling.rope_type == "llama3" and hf_model_type(config) != "llama":
         return "it has llama3 RoPE scaling only for Llama (model.rope_scaling.rope_type)"
     if moe is not None and hf_model_type(config) == "qwen3_moe":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CARD, CURVE = "README.md", "loss.svg"
 MAX_POINTS = 400  # of a curve
 TRAIN, VALIDATION = "loss", "valid/loss"
-PRIVATE_KEYS = {"init", "teacher", "endpoint", "endpoint_model"}  # paths and services of who trained it
+PRIVATE_KEYS = {"init", "teacher", "endpoint"}  # paths and services of who trained it
 
 
 def write_model_card(run: Run, result: ExportResult, config: ModelConfig, out: Path) -> None:

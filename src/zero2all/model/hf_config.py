@@ -18,12 +18,12 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
-# Fields of each type of RoPE scaling, called the same here and in transformers.
+# Fields of each type of RoPE scaling, called the same here and in transformers. Those that no recipe has are constants.
 ROPE_FIELDS = {
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 
 # A config comes from anywhere, and a model is built of it, if only without its weights: sizes that no model has would
@@ -252,7 +252,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, str | float]:
         values["partial_rotary_factor"] = 1.0  # the default is one half
     if scaling is None:
         return {"rope_type": "default", **values}
-    given = scaling.model_dump(include=ROPE_FIELDS[scaling.rope_type], exclude_none=True)
+    given = {name: getattr(scaling, name) for name in ROPE_FIELDS[scaling.rope_type] if name != "attention_factor"}
     return {"rope_type": scaling.rope_type, **values, **given}
 
 
@@ -318,9 +318,12 @@ def _scaling(rope: HFRope, context: int) -> RopeScaling | None:
     if kind not in ROPE_FIELDS:
         raise UsageError(f"rope_type is {kind!r}; the Z2all decoder computes default, {', '.join(ROPE_FIELDS)}")
     given = {name: value for name in ROPE_FIELDS[kind] if (value := getattr(rope, name)) is not None}
+    constants = {name: given.pop(name) for name in [*given] if name not in RopeScaling.model_fields}
     if kind == "dynamic":
         given["original_max_position_embeddings"] = context
-    return RopeScaling.model_validate({"rope_type": kind, **given})
+    scaling = RopeScaling.model_validate({"rope_type": kind, **given})
+    _refuse_other_values(rope, "rope ", **{name: getattr(scaling, name) for name in constants})
+    return scaling
 
 
 def _windows(kind: str, config: HFConfig) -> tuple[int | None, int | None]:

@@ -64,7 +64,4 @@ def _yarn(wide: Tensor, scaling: RopeScaling, original: int, theta: float) -> tu
     high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
     ramp = (torch.arange(len(wide), device=wide.device, dtype=torch.float32) - low) / max(high - low, 0.001)
     ramp = ramp.clamp(0, 1)
-    factor = scaling.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return (1 / (scaling.factor * wide)) * ramp + (1 / wide) * (1 - ramp), factor
+    return (1 / (scaling.factor * wide)) * ramp + (1 / wide) * (1 - ramp), scaling.attention_factor

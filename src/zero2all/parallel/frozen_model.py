@@ -28,7 +28,7 @@ def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: Parall
     plain = recipe.model_copy(update={"activation_checkpointing": "none"})
     [model] = parallelize(reader.config, plain, mesh, dtype, weight_dtype=dtype).model_parts
     model.requires_grad_(False)
-    model.to_empty(device=torch.device("cpu") if recipe.offload == "cpu" else mesh.device)
+    model.to_empty(device=torch.device("cpu") if recipe.offload != "none" else mesh.device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))

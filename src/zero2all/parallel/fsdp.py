@@ -44,7 +44,7 @@ def apply_fsdp(
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if recipe.offload == "cpu"
+        if recipe.offload != "none"
         else OffloadPolicy(),
     }
     blocks = list(model.layers.children())

@@ -120,10 +120,8 @@ class ParallelMesh:
         """Join the process group that the launcher describes in the environment, unless joined already or alone."""
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         dims, owns_group = ParallelDims.from_recipe(recipe, world_size), False
-        if recipe.offload == "cpu" and device.type not in ("cuda", "cpu"):
-            raise UsageError(
-                f"parallel.offload=cpu is for GPUs with CUDA, not {device.type}: set parallel.offload=none"
-            )
+        if recipe.offload != "none" and device.type not in ("cuda", "cpu"):
+            raise UsageError(f"parallel.offload is for GPUs with CUDA, not {device.type}: set parallel.offload=none")
         needs_group = world_size > 1 or recipe.offload != "none"
         if needs_group and not dist.is_initialized():
             if world_size > MAX_FULL_MESH:

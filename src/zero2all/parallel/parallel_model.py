@@ -78,7 +78,7 @@ class ParallelModel:
                 "choose another parallel.tp"
             )
         self.config, self.recipe, self.mesh, self.dtype = config, recipe, mesh, dtype
-        self._shard_device = torch.device("cpu") if recipe.offload == "cpu" else mesh.device
+        self._shard_device = torch.device("cpu") if recipe.offload != "none" else mesh.device
         self.loss_scaler = DynamicLossScaler() if dtype == torch.float16 else None
         if recipe.async_tp:
             enable_async_tp(mesh.get_mesh("tp"), mesh.device, compile)

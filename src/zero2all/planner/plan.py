@@ -176,7 +176,7 @@ def describe_layout(layout: Layout, workload: Workload) -> dict[str, int | str]:
     }
     shown |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     shown |= {"zero": zero_stage(parallel)} if layout.uses_fsdp else {}
-    shown |= {"offload": parallel.offload} if parallel.offload != "none" else {}
+    shown |= {"offload": str(parallel.offload)} if parallel.offload != "none" else {}
     return shown | {
         "activation_checkpointing": parallel.activation_checkpointing,
         "micro_batches": layout.batch.micro_batches,

@@ -52,9 +52,9 @@ class TeacherPlan:
 def plan_rollouts(workload: Workload, layout: Layout) -> Rollouts | None:
     """None if no answers are sampled, or elsewhere."""
     objective = workload.objective
-    copies, length = objective.grpo.group_size, objective.grpo.max_answer_tokens
+    copies, length = objective.grpo.group_size, objective.max_answer_tokens
     if objective.name == "distill" and objective.distill.on_policy:
-        copies, length = 1, objective.distill.max_answer_tokens
+        copies = 1
     elif objective.name != "grpo" or objective.grpo.endpoint is not None:
         return None
     dims = layout.dims

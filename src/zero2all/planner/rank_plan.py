@@ -55,7 +55,7 @@ class MemoryPlan:
     host: int
     """In the memory of the host, for this rank."""
     files: int = 0
-    """In files of ``parallel.offload_dir``, for this rank."""
+    """In files of ``parallel.offload``, for this rank."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -152,7 +152,7 @@ def plan_rank_memory(workload: Workload, layout: Layout, pp_rank: int, device: t
     layers = tuple(layer for stage in stages for layer in stage)
     held, keeps = round(states.weights / layout.shards), layout.accumulates and not layout.reduces_every_micro_batch
     between = states.between_micro_batches if keeps and layout.uses_fsdp else 0
-    offloads = layout.parallel.offload == "cpu" and device.type != "cpu"  # whose memory is the host's
+    offloads = layout.parallel.offload != "none" and device.type != "cpu"  # whose memory is the host's
     on_host = [
         MemoryPart(STORED, held, "of this rank's shard"),
         MemoryPart("gradients", round(states.gradients / layout.shards), "of this shard"),

@@ -192,7 +192,7 @@ def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart
     state = everything.state.on_rank(dims.tp, ep=1) / ranks
     itemsize = weight_dtype(workload.optimizer).itemsize
     moved = 3 * itemsize * weights + 2 * state
-    if layout.parallel.offload == "cpu":  # gradients to the host, weights back
+    if layout.parallel.offload != "none":  # gradients to the host, weights back
         return ComputePart(
             "optimizer update on the host", 0.0, moved, 2 * itemsize * weights / PCIE_BANDWIDTH, "memory"
         )

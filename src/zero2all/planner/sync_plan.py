@@ -100,7 +100,7 @@ class _Planner:
     def islands(self, every: int) -> SyncMethod:
         """Each node a job of its own, with its part of the batch."""
         nodes, per_node = self.cluster.nodes, self.cluster.gpus_per_node
-        sync = self.recipe.parallel.sync.model_copy(update={"method": "diloco", "islands": nodes, "every": every})
+        sync = self.recipe.parallel.sync.model_copy(update={"islands": nodes, "every": every})
         own = {"dp_replicate": 1, "dp_shard": "auto", "gradient_dtype": "fp32", "sync": sync}
         recipe = self.recipe.model_copy(update={"parallel": self.recipe.parallel.model_copy(update=own)})
         workload, layout = Workload.of(recipe, self.stage), Layout.of(recipe, self.stage, per_node)
@@ -108,7 +108,6 @@ class _Planner:
         exchange = island_exchange(workload.parts.total, BYTES[sync.exchange_dtype], nodes, per_node)
         seconds = step.expected + exchange / (self.cluster.network_bandwidth * LINK_EFFICIENCY) / every
         overrides = (
-            "parallel.sync.method=diloco",
             f"parallel.sync.islands={nodes}",
             f"parallel.sync.every={every}",
         )

@@ -338,7 +338,6 @@ def _one_stage(parallel: ParallelRecipe) -> ParallelRecipe:
             "pp": 1,
             "ep": 1,
             "offload": "none",
-            "offload_dir": None,
             "activation_offload": False,
             "activation_checkpointing_every": 1,
             "activation_checkpointing": "none"

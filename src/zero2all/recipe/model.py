@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -38,28 +39,26 @@ class RopeScaling(Section):
     """Factor by which the context is extended."""
     original_max_position_embeddings: int | None = Field(None, ge=1)
     """The original context length; required for every type except linear."""
-    low_freq_factor: Positive = 1.0
-    """For llama3: wavelengths above original_max_position_embeddings / low_freq_factor are fully scaled."""
-    high_freq_factor: Positive = 4.0
-    """For llama3: wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
-    beta_fast: Positive = 32.0
-    """For yarn: dimensions with more rotations than this over the original context are not scaled."""
-    beta_slow: Positive = 1.0
-    """For yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
-    attention_factor: Positive | None = None
-    """For yarn: multiplier of cos and sin. Default: 0.1 ln(factor) + 1."""
+    # The constants of the papers, which every released checkpoint has; each is in the config.json of its method.
+    low_freq_factor: ClassVar[float] = 1.0
+    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are fully scaled."""
+    high_freq_factor: ClassVar[float] = 4.0
+    """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
+    beta_fast: ClassVar[float] = 32.0
+    """yarn: dimensions with more rotations than this over the original context are not scaled."""
+    beta_slow: ClassVar[float] = 1.0
+    """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
+
+    @property
+    def attention_factor(self) -> float:
+        """YaRN's multiplier of cos and sin."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             yield Mistake(
                 f"{self.rope_type} needs original_max_position_embeddings, the context of the model before",
                 ("rope_type", "original_max_position_embeddings"),
-            )
-        if self.high_freq_factor <= self.low_freq_factor:
-            yield Mistake(
-                f"high_freq_factor ({self.high_freq_factor:g}) must be above "
-                f"low_freq_factor ({self.low_freq_factor:g})",
-                ("high_freq_factor", "low_freq_factor"),
             )
 
 

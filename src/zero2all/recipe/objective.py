@@ -80,8 +80,6 @@ class GRPORecipe(Section):
     texts; their results are added. The modules are imported, so treat a recipe from somebody else as code."""
     group_size: int = Field(8, ge=2)
     """Number of answers to a prompt, which are compared with each other."""
-    max_answer_tokens: Count = 256
-    """Maximum length of an answer."""
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of an answer, then answers.
     dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence."""
@@ -97,10 +95,9 @@ class GRPORecipe(Section):
     """Leave answers out of the loss that were cut at ``max_answer_tokens``."""
     endpoint: str | None = None
     """OpenAI-compatible API that samples the answers, such as ``http://127.0.0.1:8000/v1``, by a server that returns
-    token ids: ``z2a serve`` or vLLM, with the same tokenizer. The run does not update its weights, so that it has to
-    load newer checkpoints now and then; ``sampler_gap`` shows how far it is behind. Default: the model itself."""
-    endpoint_model: str = ""
-    """Name of the model at the endpoint."""
+    token ids: ``z2a serve`` or vLLM, with one model, which has the same tokenizer. The run does not update its weights,
+    so that it has to load newer checkpoints now and then; ``sampler_gap`` shows how far it is behind. Default: the
+    model itself."""
 
     def mistakes(self) -> Iterator[Mistake]:
         for name in self.rewards:
@@ -122,8 +119,6 @@ class DistillRecipe(Section):
     """Number of the teacher's likeliest tokens at each position; all others count as one. 6 bytes each on disk."""
     on_policy: bool = False
     """Learn from answers that the student samples to conversations (``kind: chat``), in place of those of the data."""
-    max_answer_tokens: Count = 256
-    """With on_policy: maximum length of an answer."""
 
 
 class ObjectiveRecipe(Section):
@@ -137,6 +132,8 @@ class ObjectiveRecipe(Section):
     that are sampled to the last question of conversations (``kind: chat``). distill: learn from a teacher."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
+    max_answer_tokens: Count = 256
+    """Maximum length of a sampled answer, for grpo and distill with on_policy. Raise it if many answers are cut."""
     dpo: DPORecipe = DPORecipe()
     """Options of dpo."""
     kto: KTORecipe = KTORecipe()

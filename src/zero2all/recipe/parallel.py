@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.sync import SyncRecipe
@@ -52,12 +53,11 @@ class ParallelRecipe(Section):
     """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
     gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
     case."""
-    offload: Literal["none", "cpu"] = "none"
+    offload: Literal["none", "cpu"] | LocalDir = "none"
     """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
-    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too."""
-    offload_dir: LocalDir | None = None
-    """With offload=cpu, a directory on each node, such as one of an NVMe disk: the optimizer state is in memory-mapped
-    files there, which are gone when the process ends. Needs AdamW."""
+    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too. A
+    directory on each node, such as /nvme: as cpu, with the optimizer state in memory-mapped files there, which are gone
+    when the process ends. That needs AdamW."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
     frees them with zero=3, unless pp is used."""
@@ -91,15 +91,10 @@ class ParallelRecipe(Section):
                 ("dp_replicate", "dp_shard"),
             )
         yield from self._zero_mistakes()
-        if self.offload == "cpu" and self.dp_replicate != 1:
+        if self.offload != "none" and self.dp_replicate != 1:
             yield Mistake(
-                "offload=cpu is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
+                "offload is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
                 ("offload", "dp_replicate"),
-            )
-        if self.offload == "none" and self.offload_dir is not None:
-            yield Mistake(
-                "offload_dir holds what offload=cpu takes from the GPU: set offload=cpu, or remove offload_dir",
-                ("offload", "offload_dir"),
             )
         yield from self._activation_mistakes()
 
@@ -148,10 +143,22 @@ class ParallelRecipe(Section):
                 ("activation_offload", "activation_checkpointing"),
             )
 
+    @field_validator("offload")
+    @classmethod
+    def _path_has_a_slash(cls, offload: str | Path) -> str | Path:
+        if isinstance(offload, Path) and len(offload.parts) == 1:  # cpu, misspelled
+            raise ValueError("must be none, cpu, or a directory with a slash, such as /nvme")
+        return offload
+
+    @property
+    def offload_dir(self) -> Path | None:
+        """Directory of the files with the optimizer state."""
+        return self.offload if isinstance(self.offload, Path) else None
+
     @property
     def islands(self) -> int:
         """Number of jobs that each train a part of every batch."""
-        return self.sync.islands if self.sync.method == "diloco" else 1
+        return self.sync.islands
 
     @property
     def stages_per_rank(self) -> int:
@@ -192,7 +199,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
     if parallel.islands > 1 and train.guard.policy == "rollback":
         yield Mistake(
             "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
-            ("train.guard.policy", "parallel.sync.method"),
+            ("train.guard.policy", "parallel.sync.islands"),
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
@@ -330,14 +337,15 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
 def _offload_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
     if parallel.offload == "cpu" and train.optimizer.name == "muon":
         yield Mistake(
-            "Muon multiplies whole matrices, which offload=cpu would do on the CPU: set parallel.offload=none, or "
+            "Muon multiplies whole matrices, which offload would do on the CPU: set parallel.offload=none, or "
             "train.optimizer.name=adamw",
             ("parallel.offload", "train.optimizer.name"),
         )
     if parallel.offload_dir is not None and train.optimizer.name != "adamw":
         yield Mistake(
-            "parallel.offload_dir holds the moments of AdamW: remove it, or set train.optimizer.name=adamw",
-            ("parallel.offload_dir", "train.optimizer.name"),
+            "the files of parallel.offload hold the moments of AdamW: set parallel.offload=cpu or none, or "
+            "train.optimizer.name=adamw",
+            ("parallel.offload", "train.optimizer.name"),
         )
 
 

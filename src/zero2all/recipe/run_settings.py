@@ -43,7 +43,6 @@ EXCEPTIONS: dict[str, str] = {
     "parallel.reshard_after_forward": _LAYOUT,
     "parallel.gradient_sync": _LAYOUT,
     "parallel.offload": _MEMORY,
-    "parallel.offload_dir": _MEMORY,
     "parallel.activation_checkpointing": _MEMORY,
     "parallel.activation_checkpointing_every": _MEMORY,
     "parallel.activation_budget": _MEMORY,
@@ -63,7 +62,6 @@ EXCEPTIONS: dict[str, str] = {
     "train.compile": "compiled blocks compute the same step, up to rounding",
     "train.deterministic": "chooses among kernels of the same function",
     "train.objective.grpo.endpoint": "where the sampler runs; its weights are compared by sampler_gap",
-    "train.objective.grpo.endpoint_model": "the name under which the sampler is served",
     "checkpoint": "when and where states are saved, not what is computed",
     "track": "what is logged, not what is computed",
     "evals": "validation does not change the weights",
@@ -72,8 +70,8 @@ EXCEPTIONS: dict[str, str] = {
 
 ADJUSTABLE = ("train.optimizer", "train.guard", "train.precision", "train.float8", "parallel")
 """What ``--extend`` may change from the next step on: the saved state fits every value of these sections and keys."""
-FIXED = ("train.optimizer.name", "train.optimizer.rounding")
-"""Exceptions to that: they decide which state there is."""
+FIXED = ("train.optimizer.name",)
+"""Exceptions to that: the optimizer decides which state there is."""
 
 _OBJECTIVES = tuple(f"train.objective.{name}" for name in get_args(ObjectiveName))
 _STAGE_KEYS = tuple(

@@ -54,6 +54,7 @@ def _check_run_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 RunName = Annotated[Name, AfterValidator(_check_run_name)]
+PATTERN_NAMES = ("zh-en-code", "qwen2", "gpt2")
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
 
@@ -155,10 +156,9 @@ class CorpusRecipe(Section):
     shard_size: Bytes = 200_000_000
     """Bytes of text in one Parquet shard."""
     max_compression_ratio: Positive = 100.0
-    """Bytes of records that the files of a source, compressed or not, may give for each byte on disk, all together.
-    Text gives fewer than 30. Beyond it no more files of the source are read."""
-    ratio_check_bytes: Bytes = 64 * 2**30
-    """Bytes of records of a source before that ratio is checked."""
+    """Bytes of records that the files of a source, compressed or not, may give for each byte on disk, all together,
+    once these are more than 64 GiB. Text gives fewer than 30. Beyond it no more files of the source are read. Raise it
+    for text that repeats itself, such as logs."""
     holdout: Fraction = 0.01
     """Fraction of documents in the validation split, chosen by gid. Their near-duplicates are removed from the training
     set. In a source with too few documents, the fraction is taken from inside long ones."""
@@ -181,17 +181,13 @@ class TokenizerRecipe(Section):
 
     vocab_size: Count = 8192
     """Vocabulary size including special tokens and padding; a multiple of 64."""
-    trainer: Literal["zero2all", "sentencepiece"] = "zero2all"
-    """Trainer: ``zero2all`` for byte-level BPE in bounded memory, or ``sentencepiece`` for that package, with byte
-    fallback, on as much text as fits into ``max_memory``."""
-    algorithm: Literal["bpe", "unigram"] = "bpe"
-    """Algorithm; ``unigram`` needs the trainer ``sentencepiece``."""
-    pattern: Literal["zh-en-code", "qwen2", "gpt2"] = "zh-en-code"
-    """Name of the pre-tokenizer pattern. Only for the trainer ``zero2all``, as ``custom_pattern``, ``min_frequency``,
-    ``max_han_run`` and ``seed`` are."""
-    custom_pattern: str | None = None
-    """Regular expression that splits text into words, instead of ``pattern``. It must match every character and take
-    linear time; both are checked before training."""
+    trainer: Literal["zero2all", "sentencepiece-bpe", "sentencepiece-unigram"] = "zero2all"
+    """Trainer: ``zero2all`` for byte-level BPE in bounded memory, or BPE or unigram of the package sentencepiece, with
+    byte fallback, on as much text as fits into ``max_memory``."""
+    pattern: str = "zh-en-code"
+    """Pre-tokenizer that splits text into words: ``zh-en-code``, ``qwen2``, ``gpt2``, or your own regular expression.
+    That must match every character and take linear time; both are checked before training. Only for the trainer
+    ``zero2all``, as ``min_frequency`` and ``max_han_run`` are."""
     special_tokens: list[str] = []
     """Additional special tokens, such as ``<think>``. They are never produced from text."""
     min_frequency: int = Field(2, ge=1)
@@ -203,8 +199,6 @@ class TokenizerRecipe(Section):
     training only, not encoding. 0 disables it."""
     max_memory: Bytes = 2 * 2**30
     """Memory limit for all processes together. Words that do not fit are sampled without bias."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Seed for sampling rare words if not all of them fit into memory."""
     dir: LocalDir | None = None
     """Directory of the tokenizer. Default: ``<out>/tokenizer``."""
 
@@ -222,13 +216,25 @@ class TokenizerRecipe(Section):
         return names
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.trainer == "zero2all" and self.algorithm == "unigram":
-            yield Mistake("algorithm: unigram needs trainer: sentencepiece", ("algorithm", "trainer"))
-        if self.trainer == "sentencepiece" and self.custom_pattern is not None:
+        if self.trainer != "zero2all" and self.has_own_pattern:
             yield Mistake(
-                "custom_pattern needs trainer: zero2all, because sentencepiece splits text by its own rules",
-                ("custom_pattern", "trainer"),
+                "pattern needs trainer: zero2all, because sentencepiece splits text by its own rules",
+                ("pattern", "trainer"),
             )
+
+    @property
+    def has_own_pattern(self) -> bool:
+        """Whether ``pattern`` is a regular expression, not the name of one."""
+        return self.pattern not in PATTERN_NAMES
+
+    @field_validator("pattern")
+    @classmethod
+    def _name_or_expression(cls, pattern: str) -> str:
+        if re.fullmatch(r"[\w-]*", pattern) and pattern not in PATTERN_NAMES:
+            raise ValueError(
+                f"must be {', '.join(PATTERN_NAMES)}, or a regular expression that matches every character"
+            )
+        return pattern
 
     @field_validator("max_memory")
     @classmethod
@@ -290,8 +296,6 @@ class TrackRecipe(Section):
     sinks: list[str] = []
     """Additional trackers: tensorboard, wandb, or package.module:Class. That module is imported, so treat a recipe from
     somebody else as code."""
-    system_every: Positive = 10.0
-    """Seconds between measurements of CPU, memory and GPU."""
     layer_norms_every: int | None = Field(100, ge=1)
     """Number of steps between records of the gradient norm of every layer; null disables them."""
 

@@ -13,24 +13,22 @@ from zero2all.recipe.types import Fraction, Mistake, Positive, Section
 class SyncRecipe(Section):
     """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
 
-    method: Literal["all-reduce", "diloco"] = "all-reduce"
-    """What is sent, and how often. all-reduce: the whole gradient, each step. diloco: islands train on their own, and
-    exchange what their weights have gained every ``every`` steps."""
     islands: Annotated[int, Field(ge=1)] = 1
-    """With ``diloco``: number of islands, each a job of its own with all ranks of ``parallel``. Each trains its own
-    part of every batch."""
+    """Number of islands, each a job of its own with all ranks of ``parallel``. With 1 the gradient is all-reduced after
+    each step. Set more for networks that are too slow for that (DiLoCo): each island trains its own part of every
+    batch, and they exchange what their weights have gained every ``every`` steps. The other keys are for islands."""
     every: Annotated[int, Field(ge=1)] = 50
-    """With ``diloco``: steps between two exchanges of the same weights (H)."""
+    """Steps between two exchanges of the same weights (H)."""
     fragments: Annotated[int, Field(ge=1)] = 1
-    """With ``diloco``: number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
+    """Number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
     overlap: Annotated[int, Field(ge=0)] = 0
-    """With ``diloco``: steps that an exchange may take while training continues. 0 waits for it."""
+    """Steps that an exchange may take while training continues. 0 waits for it."""
     exchange_dtype: Literal["fp32", "bf16", "int8"] = "int8"
-    """With ``diloco``: what is sent. What bf16 and int8 round off is added to the next exchange."""
+    """What is sent. What bf16 and int8 round off is added to the next exchange."""
     outer_lr: Positive = 0.7
-    """With ``diloco``: learning rate of the outer optimizer."""
+    """Learning rate of the outer optimizer."""
     outer_momentum: Fraction = 0.9
-    """With ``diloco``: Nesterov momentum of the outer optimizer. 0 is plain averaging."""
+    """Nesterov momentum of the outer optimizer. 0 is plain averaging."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.overlap > self.every // self.fragments:

@@ -27,13 +27,12 @@ def _require_chosen(value: Chosen | None, key: str) -> Chosen:
 class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adafactor", "muon", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adamw-bf16-kahan", "adafactor", "muon", "lion", "sgd"] = "adamw"
     """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
-    with AdamW. adamw-8bit needs torchao. adamw-bf16 keeps weights, gradients and moments in bf16 (routers in fp32).
-    adafactor keeps the second moment of a matrix as one number for each row and column, and no first moment."""
-    rounding: Literal["stochastic", "kahan"] = "stochastic"
-    """How adamw-bf16 keeps what an update adds below the precision of a weight. stochastic rounds up or down at random,
-    so that the mean is right, with no more memory. kahan keeps the rounding error of each weight, in 2 bytes more."""
+    with AdamW. adamw-8bit needs torchao. adamw-bf16 keeps weights, gradients and moments in bf16 (routers in fp32), and
+    rounds updates at random with the right mean. adamw-bf16-kahan keeps the rounding error of each weight instead, in 2
+    bytes more. adafactor keeps the second moment of a matrix as one number for each row and column, and no first
+    moment."""
     lr: Positive | None = None
     """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
     the model size and the number of tokens; the log and the recipe of the run have the value."""
@@ -64,12 +63,7 @@ class OptimizerRecipe(Section):
     @property
     def has_bf16_weights(self) -> bool:
         """Whether the weights of the model are stored in bf16, not in fp32."""
-        return self.name == "adamw-bf16"
-
-    @property
-    def identity(self) -> str:
-        """What decides which state there is in a checkpoint."""
-        return f"{self.name}, rounding={self.rounding}" if self.name == "adamw-bf16" else self.name
+        return self.name in ("adamw-bf16", "adamw-bf16-kahan")
 
 
 class ScheduleRecipe(Section):
@@ -119,11 +113,8 @@ class GuardRecipe(Section):
     """The response. warn: log it, and stop on a non-finite value. skip: skip the update of that step. rollback: restore
     the last checkpoint before it and skip the steps around it."""
     threshold: Positive = 8.0
-    """A value more than this many robust standard deviations from the rolling median is an outlier."""
-    min_loss_change: Fraction = 0.1
-    """A smaller relative change of the loss is never an outlier."""
-    min_norm_factor: Annotated[float, Field(gt=1)] = 5.0
-    """A change of the gradient norm by a smaller factor is never an outlier."""
+    """A value more than this many robust standard deviations from the rolling median is an outlier. Smaller changes
+    than 10% of the loss or a factor of 5 in the gradient norm never count. Raise it if the guard fires on good data."""
     window: int = Field(64, ge=24)
     """Number of recent steps over which the standard deviation is estimated."""
     skip: int = Field(8, ge=3)
@@ -131,7 +122,7 @@ class GuardRecipe(Section):
 
 
 class BatchRampRecipe(Section):
-    """Linear ramp of the batch size, in whole samples, at the beginning of a stage."""
+    """Linear ramp of the batch size, in whole samples."""
 
     start: Count
     """Batch size of the first step, in tokens."""
@@ -175,8 +166,6 @@ class StageRecipe(TrainLength):
     """Tokens in one step, over all devices. Default: as in ``train``."""
     micro_batch_tokens: Count | None = None
     """Tokens in one forward pass of one device. Default: as in ``train``, unless the stage sets seq_len."""
-    batch_ramp: BatchRampRecipe | None = None
-    """Ramp the batch size up from a smaller one."""
     mixture: dict[SourceReference, Positive] | None = None
     """Sampling weight of each source. Default: as in ``train``."""
     max_epochs: Positive | None = None
@@ -242,7 +231,7 @@ class TrainRecipe(TrainLength):
     step. auto chooses the largest that fits into memory, by the memory estimate and on GPUs by trial; the log and the
     recipe of the run have the value. Default: one micro-batch, or with pp at most two per pipeline stage."""
     batch_ramp: BatchRampRecipe | None = None
-    """Ramp the batch size up from a smaller one."""
+    """Ramp the batch size up from a smaller one at the beginning of the run, in its first stage."""
     mixture: dict[SourceReference, Positive] = {}
     """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size."""
     max_epochs: Positive | None = None
@@ -332,7 +321,7 @@ class TrainRecipe(TrainLength):
             if stage.batch_ramp and batch_tokens is not None and stage.batch_ramp.start > batch_tokens:
                 yield Mistake(
                     f"{where}batch_ramp.start ({stage.batch_ramp.start}) is more than batch_tokens ({batch_tokens})",
-                    _stage_keys(number, "batch_ramp.start", "batch_tokens"),
+                    ("batch_ramp.start", *_stage_keys(number, "batch_tokens")),
                 )
 
     @property
@@ -387,7 +376,6 @@ class TrainRecipe(TrainLength):
             tokens=self.tokens,
             epochs=self.epochs,
             schedule=self.schedule,
-            batch_ramp=self.batch_ramp,
         )
         given = self.stages or [main]
         return [self._resolve(stage, first=number == 0) for number, stage in enumerate(given)]
@@ -408,7 +396,7 @@ class TrainRecipe(TrainLength):
             seq_len=stage.seq_len or self.seq_len,
             given_batch_tokens=stage.batch_tokens or self.batch_tokens,
             micro_batch_tokens=micro,
-            batch_ramp=stage.batch_ramp,
+            batch_ramp=self.batch_ramp if first else None,
             mixture=self.mixture if stage.mixture is None else stage.mixture,
             max_epochs=stage.max_epochs or self.max_epochs,
             schedule=stage.schedule or (self.schedule if first else LATER_SCHEDULE),

@@ -71,6 +71,7 @@ from zero2all.tokenizer.word_count import (
 from zero2all.units import show_bytes, show_count
 
 FORMAT = 2
+SAMPLING_SEED = 0  # of the rare words that are kept if not all fit into memory
 TOKEN_ROLES = {"bos_token": START_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
 PROCESS_MEMORY = 300 << 20  # of a process before it counts anything: Python, Arrow, numba, one batch of documents
 MIN_TABLE_MEMORY, MAX_TABLE_MEMORY = 32 << 20, 512 << 20
@@ -116,7 +117,7 @@ def _train_tokenizer(
     if _has_other_vocabulary(out, recipe):  # fail now, not after an hour of counting
         before_replace()
     special = _special_tokens(recipe)
-    if recipe.trainer == "sentencepiece":
+    if recipe.trainer != "zero2all":
         learned = train_sentencepiece(recipe, documents, corpus, special)
     else:
         learned = _train_bpe(recipe, documents, corpus, special, out.with_name(f"{out.name}.work"), engine)
@@ -139,9 +140,7 @@ def _train_tokenizer(
 
 
 def _pattern_name(recipe: TokenizerRecipe) -> str:
-    if recipe.trainer == "sentencepiece":
-        return f"sentencepiece-{recipe.algorithm}"
-    return recipe.custom_pattern or recipe.pattern
+    return recipe.pattern if recipe.trainer == "zero2all" else recipe.trainer
 
 
 def _special_tokens(recipe: TokenizerRecipe) -> tuple[str, ...]:
@@ -167,9 +166,9 @@ def _train_bpe(
     engine: Engine,
 ) -> LearnedVocabulary:
     """Byte-level BPE in bounded memory."""
-    if recipe.custom_pattern is not None:
+    if recipe.has_own_pattern:
         with progress("checking the pattern"):
-            check_pattern(recipe.custom_pattern)
+            check_pattern(recipe.pattern)
     table = _count_words(recipe, documents, corpus, work, engine)
     tokens = [bytes([byte]) for byte in bytes_by_id()]
     wanted = recipe.vocab_size - len(special)
@@ -178,7 +177,7 @@ def _train_bpe(
     # The model relies on the size, so a text too small to fill it leaves reserved names for later use.
     named = (*NAMED_TOKENS, *recipe.special_tokens)
     special = named + reserved_tokens(recipe.vocab_size - len(tokens) - len(named))
-    pattern = recipe.custom_pattern or PATTERNS[recipe.pattern]
+    pattern = PATTERNS.get(recipe.pattern, recipe.pattern)
     counted = WordCounts(table.words, table.different_words, table.kept_words, table.threshold)
     definition = _byte_level_definition(pattern, tokens, merges, special)
     return LearnedVocabulary(definition, list(special), len(tokens), table.bytes, counted, None)
@@ -224,13 +223,13 @@ def _count_words(
     sources = corpus.splits["train"].values()
     available = sum(part.bytes for part in sources)
     config = PretokenizeConfig(
-        recipe.custom_pattern or recipe.pattern,
+        recipe.pattern,
         recipe.max_han_run,
         min(1.0, recipe.train_bytes / available) if available else 0.0,
     )
     shards = [f"train/{shard}" for part in sources for shard in part.shards]
     keys = [fingerprint([FORMAT, corpus.files[shard], vars(config)]) for shard in shards]
-    key = fingerprint([keys, recipe.seed, recipe.max_memory])
+    key = fingerprint([keys, SAMPLING_SEED, recipe.max_memory])
     done = work / "words.json"
     if (before := read_finished(CountedWords, done, key)) is not None:
         return before
@@ -268,7 +267,7 @@ def _count_words(
             work / "words.arrow",
             merge_memory,
             recipe.max_memory - PROCESS_MEMORY,
-            recipe.seed,
+            SAMPLING_SEED,
             min(MAX_TABLE_MEMORY, (recipe.max_memory - PROCESS_MEMORY) // 4),
             advance,
         )

@@ -1,4 +1,4 @@
-"""Training through the sentencepiece package (``tokenizer.trainer: sentencepiece``).
+"""Training through the sentencepiece package (``tokenizer.trainer: sentencepiece-bpe`` and ``-unigram``).
 
 The package holds all text in memory, so it gets as many documents as fit. The settings are those of LLaMA's vocabulary
 (no normalization, byte fallback, single digits), but without a space before each text: so every text round-trips, also
@@ -97,7 +97,7 @@ def train_sentencepiece(
             package.SentencePieceTrainer.train(
                 sentence_iterator=counted_lines(),
                 model_writer=written,
-                model_type=recipe.algorithm,
+                model_type=recipe.trainer.removeprefix("sentencepiece-"),
                 vocab_size=recipe.vocab_size,
                 control_symbols=list(special),
                 **TRAINER_OPTIONS,

@@ -89,16 +89,16 @@ class DistillObjective(TokenObjective):
 
     def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:
         """One answer of the student to each prompt, in place of the answers of the data."""
-        length = self._options.max_answer_tokens
+        length = self._recipe.train.objective.max_answer_tokens
         prompts = read_prompts(batch, self._rollout_ranks, length, self._tokenizer)
-        options = GRPORecipe(max_answer_tokens=length, mask_truncated=False)
+        options = self._recipe.train.objective.model_copy(update={"grpo": GRPORecipe(mask_truncated=False)})
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(options, seed), 1, self._ping)
+        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(length, seed), 1, self._ping)
         rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
         zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
         seq_len = batch.inputs.shape[1]
         packed = pack_rollouts(rollouts, zeros, seq_len, options, self._tokenizer.eos_token_id)
-        totals = self._rollout_ranks.sum(lambda: total_rollouts(rollouts, options.mask_truncated, packed.count))
+        totals = self._rollout_ranks.sum(lambda: total_rollouts(rollouts, mask_truncated=False, rows=packed.count))
         require_prompts(totals, seq_len - length)
         sampled, _ = packed.to_batch(batch, totals.most_rows)
         return replace(sampled, sources=[name and batch.sources[0] for name in sampled.sources],

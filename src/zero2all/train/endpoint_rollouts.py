@@ -27,7 +27,7 @@ class EndpointSampler:
 
     def __init__(self, recipe: GRPORecipe, tokenizer: Tokenizer) -> None:
         assert recipe.endpoint is not None
-        self._endpoint, self._model, self._tokenizer = Endpoint(recipe.endpoint), recipe.endpoint_model, tokenizer
+        self._endpoint, self._tokenizer = Endpoint(recipe.endpoint), tokenizer
 
     def sample(
         self, prompts: Sequence[Prompt], params: SamplingParams, copies: int, ping: Callable[[], None]
@@ -49,7 +49,6 @@ class EndpointSampler:
 
     def _post(self, prompt: Prompt, params: SamplingParams, copies: int, seed: int) -> list[Completion]:
         body = {
-            "model": self._model,
             "prompt": prompt.tokens,
             "n": copies,
             "max_tokens": params.max_tokens,

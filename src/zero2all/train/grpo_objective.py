@@ -19,7 +19,7 @@ from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rol
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.batch_split import split_batch
 from zero2all.recipe import Recipe
-from zero2all.recipe.objective import GRPORecipe
+from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
@@ -63,24 +63,24 @@ class GRPOObjective:
         self._own: dict[str, float] = {}
         self._divisor = 1.0
         longest = max(stage.seq_len for stage in recipe.train.resolved_stages())
-        if self._options.max_answer_tokens >= longest:
+        self._answer_tokens = recipe.train.objective.max_answer_tokens
+        if self._answer_tokens >= longest:
             raise Z2aError(
-                f"max_answer_tokens ({self._options.max_answer_tokens}) leaves no room for a prompt in train.seq_len "
-                f"({longest})"
+                f"max_answer_tokens ({self._answer_tokens}) leaves no room for a prompt in train.seq_len ({longest})"
             )
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         options, seq_len = self._options, batch.inputs.shape[1]
-        prompts = read_prompts(batch, self._ranks, options.max_answer_tokens, self._tokenizer)
+        prompts = read_prompts(batch, self._ranks, self._answer_tokens, self._tokenizer)
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
         groups = self._sample(model, prompts, seed, options.group_size)
         rewards = torch.tensor([[one.reward for one in group] for group in groups]).reshape(
             len(groups), options.group_size
         )
         advantages = group_advantages(rewards, options).numpy()
-        packed = pack_rollouts(groups, advantages, seq_len, options, self._tokenizer.eos_token_id)
+        packed = pack_rollouts(groups, advantages, seq_len, self._recipe.train.objective, self._tokenizer.eos_token_id)
         totals = self._ranks.sum(lambda: total_rollouts(groups, options.mask_truncated, packed.count))
-        require_prompts(totals, seq_len - options.max_answer_tokens)
+        require_prompts(totals, seq_len - self._answer_tokens)
         self._own = totals.metrics
         replaced, rollouts = packed.to_batch(batch, totals.most_rows)
         self._rollouts = rollouts = rollouts.to(model.mesh.device)
@@ -93,7 +93,7 @@ class GRPOObjective:
 
     def _sample(self, model: ParallelModel, prompts: list[Prompt], seed: int, copies: int) -> list[list[Rollout]]:
         """Answers to this rank's prompts; every rank calls it."""
-        ranks, params, endpoint = self._ranks, sampling_params(self._options, seed), self._endpoint
+        ranks, params, endpoint = self._ranks, sampling_params(self._answer_tokens, seed), self._endpoint
         if copies == 1:
             params = replace(params, temperature=0.0)
         answers: list[list[Completion]] = []
@@ -127,7 +127,7 @@ class GRPOObjective:
             found += [(rows, row) for row in range(len(rows))][: VALIDATION_PROMPTS - len(found)]
         prompts = [read_prompt(*found[place][0].read(found[place][1]), self._tokenizer, place)
                    for place in self._ranks.share(len(found))]  # fmt: skip
-        room = self._recipe.train.seq_len - self._options.max_answer_tokens
+        room = self._recipe.train.seq_len - self._answer_tokens
         groups = self._sample(model, [prompt for prompt in prompts if len(prompt.tokens) <= room], 0, copies=1)
         totals = self._ranks.sum(lambda: total_rollouts(groups, mask_truncated=False))
         return {"reward": totals.metrics["reward"]} if totals.answers else {}
@@ -184,7 +184,7 @@ class PackedRollouts:
 
 
 def pack_rollouts(
-    groups: Sequence[Sequence[Rollout]], advantages: Array, seq_len: int, options: GRPORecipe, end_of_text: int
+    groups: Sequence[Sequence[Rollout]], advantages: Array, seq_len: int, objective: ObjectiveRecipe, end_of_text: int
 ) -> PackedRollouts:
     """Prompt and answer of each rollout, several in a row."""
     flat = [(one, float(value)) for group, values in zip(groups, advantages, strict=True)
@@ -201,9 +201,9 @@ def pack_rollouts(
             inside = slice(place + len(one.prompt.tokens), place + len(one.prompt.tokens) + len(answer))
             tokens[row, place : inside.start], tokens[row, inside] = one.prompt.tokens, answer
             sampler[row, inside], values[row, inside] = one.completion.logprobs, advantage
-            if not (one.truncated and options.mask_truncated):
+            if not (one.truncated and objective.grpo.mask_truncated):
                 mask[row, inside] = 1.0
-            weights[row, inside] = _token_weight(options, len(answer))
+            weights[row, inside] = _token_weight(objective, len(answer))
             is_first[row, place] = True
             place = inside.stop + 1
         is_first[row, place:] = True  # padding
@@ -212,6 +212,6 @@ def pack_rollouts(
     return PackedRollouts(tokens, is_first, columns, len(starts) - 1)
 
 
-def _token_weight(options: GRPORecipe, length: int) -> float:
+def _token_weight(objective: ObjectiveRecipe, length: int) -> float:
     """What the loss of a token is multiplied with before all are added."""
-    return {"dapo": 1.0, "grpo": 1 / length, "dr_grpo": 1 / options.max_answer_tokens}[options.loss]
+    return {"dapo": 1.0, "grpo": 1 / length, "dr_grpo": 1 / objective.max_answer_tokens}[objective.grpo.loss]

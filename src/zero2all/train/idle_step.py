@@ -14,8 +14,8 @@ def idle_reason(batch: Batch, objective: ObjectiveRecipe, metrics: Mapping[str, 
         if metrics.get("truncated_answers") != 1.0 or not objective.grpo.mask_truncated:
             return None
         return (
-            f"all answers were cut at {objective.grpo.max_answer_tokens} tokens, and cut answers are not trained on: "
-            "raise train.objective.grpo.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
+            f"all answers were cut at {objective.max_answer_tokens} tokens, and cut answers are not trained on: "
+            "raise train.objective.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
         )
     if batch.answers is not None:
         return "its batch has no answers to compare" if batch.answers.counts.examples == 0 else None

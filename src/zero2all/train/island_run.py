@@ -29,7 +29,7 @@ def island_place(recipe: Recipe) -> IslandPlace | None:
     islands = recipe.parallel.islands
     if islands == 1:
         if ISLAND_VARIABLE in os.environ:
-            raise UsageError("--island is for recipes with parallel.sync.method=diloco and parallel.sync.islands > 1")
+            raise UsageError("--island is for recipes with parallel.sync.islands > 1")
         return None
     if ISLAND_VARIABLE not in os.environ:
         raise UsageError(

@@ -14,7 +14,7 @@ from zero2all.errors import need
 from zero2all.model.cost.optimizer_state import updated_by_muon
 from zero2all.recipe import OptimizerRecipe
 from zero2all.train.adafactor import Adafactor
-from zero2all.train.adamw_bf16 import AdamWBF16, noise_key
+from zero2all.train.adamw_bf16 import AdamWBF16, Rounding, noise_key
 from zero2all.train.muon import Muon
 
 GroupBuilder = Callable[..., list[dict[str, Any]]]
@@ -58,9 +58,10 @@ def build_optimizers(
         *build_groups(vectors, decays=False, rate=1.0),
     ]
     optimizers: list[Optimizer] = []
-    if recipe.name == "adamw-bf16":
+    if recipe.has_bf16_weights:
         noise_keys: dict[Tensor, int] = {parameter: noise_key(seed, name) for name, parameter in named}
-        optimizers.append(AdamWBF16(groups, noise_keys, recipe.rounding, compile=compile))
+        rounding: Rounding = "kahan" if recipe.name == "adamw-bf16-kahan" else "stochastic"
+        optimizers.append(AdamWBF16(groups, noise_keys, rounding, compile=compile))
     elif groups:  # all adapters (LoRA) are matrices inside the blocks: Muon leaves nothing for AdamW
         optimizers.append(_build(recipe.name, groups))
     if by_muon:

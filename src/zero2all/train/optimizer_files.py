@@ -51,7 +51,7 @@ def _zeros_in_file(parameter: Tensor, directory: Path) -> Tensor:
     except OSError as error:
         raise Z2aError(
             f"no file of {show_bytes(shard.nbytes)} for the optimizer state in {directory} "
-            f"({error.strerror or error}): free space there, or change parallel.offload_dir"
+            f"({error.strerror or error}): free space there, or change parallel.offload"
         ) from error
     return dtensor_like(parameter, zeros) if isinstance(parameter, DTensor) else zeros
 

@@ -15,7 +15,6 @@ from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import shard_range
 from zero2all.recipe import Mistake, Recipe
-from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.token_store import Array
 
@@ -208,6 +207,6 @@ def _reward(function: Reward, prompt: Prompt, answer: str, reference: str) -> fl
     return value
 
 
-def sampling_params(recipe: GRPORecipe, seed: int) -> SamplingParams:
+def sampling_params(max_tokens: int, seed: int) -> SamplingParams:
     """From the model as it is: any filter would make sampler and trainer disagree."""
-    return SamplingParams(recipe.max_answer_tokens, temperature=1.0, top_k=0, seed=seed)
+    return SamplingParams(max_tokens, temperature=1.0, top_k=0, seed=seed)

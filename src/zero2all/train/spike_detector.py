@@ -22,6 +22,8 @@ BASELINE_WINDOW = 9  # steps whose median is the baseline
 MIN_DIFFERENCES = 24  # differences from it that are needed before an outlier is reported
 MAD_TO_STD = 1.4826  # median absolute deviation to the standard deviation of a normal distribution
 DETECTION_DELAY = 2  # steps between bad data and its detection
+MIN_LOSS_CHANGE = 0.1  # a smaller relative change of the loss is never an outlier
+MIN_NORM_FACTOR = 5.0  # nor is a change of the gradient norm by a smaller factor
 
 
 @dataclass
@@ -72,10 +74,10 @@ class SpikeDetector:
             return f"loss {loss}, gradient norm {grad_norm}"
         norm = math.log(max(grad_norm, 1e-30))
         reason = None
-        if self._loss.is_outlier(loss, self.recipe.min_loss_change * float(np.median(self._loss.values or [0.0]))):
+        if self._loss.is_outlier(loss, MIN_LOSS_CHANGE * float(np.median(self._loss.values or [0.0]))):
             usual = float(np.median(list(self._loss.values)[-BASELINE_WINDOW:]))
             reason = f"loss {loss:.4f}, expected about {usual:.4f}"
-        elif self._norm.is_outlier(norm, math.log(self.recipe.min_norm_factor)):
+        elif self._norm.is_outlier(norm, math.log(MIN_NORM_FACTOR)):
             usual = math.exp(float(np.median(list(self._norm.values)[-BASELINE_WINDOW:])))
             reason = f"gradient norm {grad_norm:.4g}, expected about {usual:.4g}"
         # With policy warn an outlier joins the baseline, so that a lasting change is reported only at first.

@@ -281,7 +281,7 @@ class Trainer:
             stages=self.plan.identity(),
             tokenizer=self.tokenizer.fingerprint,
             model=model_identity(self.config),
-            optimizer=recipe.train.optimizer.identity,
+            optimizer=recipe.train.optimizer.name,
             init=init_path(recipe),
             settings=run_settings(recipe),
         )
@@ -614,9 +614,7 @@ class Trainer:
         """Every rank writes its own record; the sinks of the recipe get that of rank 0."""
         options, rank = self.recipe.track, self.mesh.rank
         sinks = open_sinks(options.sinks, self.run.directory) if rank == 0 else []
-        ranks = self.rank_group.world_size
-        every = options.system_every
-        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, system_every=every, ranks=ranks)
+        return RunRecord(self.run.record_path, rank=rank, sinks=sinks, ranks=self.rank_group.world_size)
 
     def _record_step(self, step: int, result: StepResult) -> dict[str, float]:
         metrics = {

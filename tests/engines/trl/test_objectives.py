@@ -286,7 +286,7 @@ def test_grpo(exported: Path, ours: Z2all, loss: str, tmp_path: Path) -> None:
     trainer.current_gradient_accumulation_steps = 1
     sequences = [(prompt, chosen) for prompt, chosen, _ in PAIRS]
     rewards = torch.tensor([[1.0, 0.0, 0.4]])
-    options = GRPORecipe(rewards=["a:b"], loss=loss, max_answer_tokens=8)  # type: ignore[arg-type]
+    options = GRPORecipe(rewards=["a:b"], loss=loss)  # type: ignore[arg-type]
     advantages = group_advantages(rewards, options)[0]
     longest_prompt, longest = max(len(p) for p, _ in sequences), max(len(a) for _, a in sequences)
     prompts, answers = (torch.full((3, width), tokenizer.pad_token_id) for width in (longest_prompt, longest))

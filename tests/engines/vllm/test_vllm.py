@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied, mqa, wide heads": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 64},
     "llama, linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama, yarn": {"rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    "llama, yarn": {"rope_scaling": YARN},
     "llama, llama3 rope": {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     },

@@ -48,8 +48,8 @@ def optimizer_state_bytes(optimizer: OptimizerRecipe, name: str, shape: Sequence
             return count * FP32_BYTES
         case "adamw":
             return count * 2 * FP32_BYTES
-        case "adamw-bf16":
-            compensation = BF16_BYTES if optimizer.rounding == "kahan" and itemsize == BF16_BYTES else 0
+        case "adamw-bf16" | "adamw-bf16-kahan":
+            compensation = BF16_BYTES if optimizer.name.endswith("kahan") and itemsize == BF16_BYTES else 0
             return count * (2 * itemsize + compensation)
         case "adafactor":
             *stack, rows, columns = shape if len(shape) > 1 else (count, 0)
