@@ -22,8 +22,7 @@ from zero2all.bench.rank_harness import run_ranks
 from zero2all.charts.table import markdown_table
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
-from zero2all.train.optimizer_files import map_optimizer_state
+from zero2all.train.optimizer import build_optimizers, map_optimizer_state, set_learning_rate
 
 RANKS, MICROS, LENGTH, VOCAB = 2, 4, 64, 4096
 CONFIG = ModelConfig(

@@ -18,8 +18,7 @@ from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
-from zero2all.train.optimizer_files import MOMENTS, map_optimizer_state
+from zero2all.train.optimizer import MOMENTS, build_optimizers, map_optimizer_state, set_learning_rate
 
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)

@@ -16,7 +16,7 @@ from zero2all.recipe import ParallelRecipe
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import PADDING_SOURCE, Batch, DataLoader, read_batch
 from zero2all.train.plan import Plan
-from zero2all.train.source_losses import SourceLosses
+from zero2all.train.step_objective import SourceLosses
 
 
 @pytest.fixture

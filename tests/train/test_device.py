@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from zero2all.model import document_starts, z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
-from zero2all.train.source_losses import SourceLosses
+from zero2all.train.step_objective import SourceLosses
 
 META = torch.device("meta")
 TOKENS, SOURCES = torch.zeros(4, 17, dtype=torch.int64), ["en", "zh", "en", ""]

@@ -13,8 +13,17 @@ from torch import Tensor, nn
 
 from zero2all.errors import Z2aError
 from zero2all.recipe.sync import SyncRecipe
-from zero2all.train.delta_codec import BLOCK, ExchangeDtype, decode, encode, encoded_bytes
-from zero2all.train.outer_optimizer import OuterOptimizer, ReplicaShare, fragment_due, split_fragments
+from zero2all.train.outer_optimizer import (
+    BLOCK,
+    ExchangeDtype,
+    OuterOptimizer,
+    ReplicaShare,
+    decode,
+    encode,
+    encoded_bytes,
+    fragment_due,
+    split_fragments,
+)
 
 PLAIN = {"exchange_dtype": "fp32", "outer_lr": 1.0, "outer_momentum": 0.0}
 

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from zero2all.errors import RecipeError, RecipeProblem, UsageError
 from zero2all.evals.log_likelihood import Request, Score
-from zero2all.recipe.places import locate, located_problem
+from zero2all.recipe.problems import locate, located_problem
 from zero2all.recipe.safe_yaml import MAX_FILE_BYTES, KeyPath, Lines, read_yaml
 from zero2all.recipe.types import Mistake, Section, Slug
 from zero2all.tokenizer import Tokenizer

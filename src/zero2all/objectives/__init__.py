@@ -3,10 +3,16 @@
 Shapes: B rows, S sequence, Q answers of a row (padded), P pairs of a row.
 """
 
-from zero2all.objectives.answers import AnswerBatch
 from zero2all.objectives.grpo import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
-from zero2all.objectives.kto import KTO_METRICS, kto_losses, kto_metrics
-from zero2all.objectives.preference import PAIR_METRICS, preference_losses, preference_metrics
+from zero2all.objectives.preference import (
+    KTO_METRICS,
+    PAIR_METRICS,
+    AnswerBatch,
+    kto_losses,
+    kto_metrics,
+    preference_losses,
+    preference_metrics,
+)
 
 __all__ = [
     "KTO_METRICS",

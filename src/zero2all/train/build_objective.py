@@ -14,8 +14,14 @@ from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.plan import Plan
 from zero2all.train.rollouts import RolloutRanks
 from zero2all.train.run import Run
-from zero2all.train.source_losses import SourceLosses
-from zero2all.train.step_objective import AnswerData, KTOObjective, PreferenceObjective, StepObjective, TokenObjective
+from zero2all.train.step_objective import (
+    AnswerData,
+    KTOObjective,
+    PreferenceObjective,
+    SourceLosses,
+    StepObjective,
+    TokenObjective,
+)
 
 
 def build_objective(

@@ -20,8 +20,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.train.data_loader import Batch
 from zero2all.train.grpo_objective import pack_rollouts, read_prompts, require_prompts
 from zero2all.train.rollouts import Rollout, RolloutRanks, sample_answers, sampling_params, total_rollouts
-from zero2all.train.source_losses import SourceLosses
-from zero2all.train.step_objective import StepLoss, TokenObjective
+from zero2all.train.step_objective import SourceLosses, StepLoss, TokenObjective
 from zero2all.train.teacher import CACHE, Teacher, TeacherCache, TeacherCacheKey
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.hardware import fp64_device
+from zero2all.hardware import copy_to_device, fp64_device
 from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.objectives import (
     KTO_METRICS,
@@ -23,16 +24,58 @@ from zero2all.objectives import (
 )
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.pipeline_parallel import SequenceObjective
-from zero2all.recipe.objective import DPORecipe, KTORecipe
+from zero2all.recipe.objective import DPORecipe, KTORecipe, ObjectiveRecipe
 from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.train.answer_scores import score_answers
 from zero2all.train.data_loader import Batch
 from zero2all.train.mismatched import MismatchedAnswers
 from zero2all.train.reference import Reference
-from zero2all.train.source_losses import LOSS, SourceLosses
 
+LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 Rows = Sequence[Sequence[float]]
 """Sums over all ranks."""
+
+
+class SourceLosses:
+    """Losses by source, in the same all-reduce that the loss needs anyway.
+
+    >>> source_losses = SourceLosses(["code", "en", "zh"], tokenizer.token_byte_lengths, device)
+    >>> *by_source, empty = source_losses.sums(losses, targets, batch.sources).tolist()  # after an all-reduce
+    >>> source_losses.metrics(by_source)
+    {'loss/en': 2.31, 'bpb/en': 1.07, ...}
+    """
+
+    def __init__(self, names: Sequence[str], token_byte_lengths: Sequence[int], device: torch.device) -> None:
+        self.names = list(names)
+        self._source_index = {name: number for number, name in enumerate(self.names)}
+        # One more entry at the end, for ignored targets (index -1).
+        self._bytes = torch.tensor([*token_byte_lengths, 0], dtype=torch.float64, device=fp64_device(device))
+
+    def sums(self, losses_NS: Tensor, targets_NS: Tensor, sources: Sequence[str]) -> Tensor:
+        """[sources + 1, 4] in fp64, of losses and targets on the same device. A row without a source is padding.
+
+        The last row is zero: flags that ranks exchange go there, so that they need no all-reduce of their own.
+        """
+        losses, targets = (tensor.to(fp64_device(tensor.device)) for tensor in (losses_NS, targets_NS))
+        padding = len(self.names) + 1  # a row of sums that is dropped
+        numbers = torch.tensor([self._source_index.get(source, padding) for source in sources], dtype=torch.int64)
+        losses, numbers = losses.double(), copy_to_device(numbers, losses.device)
+        sizes = self._bytes[targets.clamp(min=-1)]
+        row_sums = torch.stack(
+            [losses.sum(1), (targets >= 0).sum(1).double(), (losses * (sizes > 0)).sum(1), sizes.sum(1)], dim=1
+        )
+        sums = torch.zeros(padding + 1, 4, dtype=torch.float64, device=losses.device)
+        return sums.index_add_(0, numbers, row_sums)[:-1]
+
+    def metrics(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Loss and bits per byte of every source that was in the batch."""
+        metrics = {}
+        for name, row in zip(self.names, sums, strict=True):
+            if row[TARGETS]:
+                metrics[f"loss/{name}"] = row[LOSS] / row[TARGETS]
+            if row[BYTES]:
+                metrics[f"bpb/{name}"] = row[TEXT_LOSS] / math.log(2) / row[BYTES]
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -246,3 +289,22 @@ def _kto_means(sums: Sequence[float]) -> dict[str, float]:
 def _with_flags(sums: Tensor) -> Tensor:
     """A column of sums, and an empty row after it."""
     return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
+
+
+def idle_reason(batch: Batch, objective: ObjectiveRecipe, metrics: Mapping[str, float]) -> str | None:
+    """Why no token of the step is trained on; None if some are. ``metrics`` are those of the objective."""
+    if objective.name == "grpo":
+        if metrics.get("truncated_answers") != 1.0 or not objective.grpo.mask_truncated:
+            return None
+        return (
+            f"all answers were cut at {objective.max_answer_tokens} tokens, and cut answers are not trained on: "
+            "raise train.objective.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
+        )
+    if batch.answers is not None:
+        return "its batch has no answers to compare" if batch.answers.counts.examples == 0 else None
+    if batch.global_valid_tokens > 0:
+        return None
+    return (
+        "no token of its batch is a target: 'z2a tokens inspect' shows which are; answers longer than train.seq_len "
+        "are cut before they start"
+    )

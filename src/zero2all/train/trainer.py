@@ -57,13 +57,11 @@ from zero2all.train.data_loader import Batch, DataLoader
 from zero2all.train.device_batch import BatchCopier, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
-from zero2all.train.idle_step import idle_reason
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.islands import Islands
 from zero2all.train.micro_batch import choose_micro_batch
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
-from zero2all.train.optimizer_files import map_optimizer_state
+from zero2all.train.optimizer import build_optimizers, map_optimizer_state, set_learning_rate
 from zero2all.train.outer_optimizer import OuterOptimizer
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.resume import load_newest, plan_resume, restore_state
@@ -73,7 +71,7 @@ from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike, shown_norms
-from zero2all.train.step_objective import StepLoss, TokenObjective
+from zero2all.train.step_objective import StepLoss, TokenObjective, idle_reason
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
 
