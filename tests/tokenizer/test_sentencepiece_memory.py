@@ -27,7 +27,7 @@ def test_the_package_gets_no_more_text_than_the_estimate_allows(
     available = sum(source.bytes for source in corpus.splits["train"].values())
     rest = MEMORY - train_sentencepiece.MEMORY_PER_BYTE * (available // 2)
     monkeypatch.setattr(train_sentencepiece, "PROCESS_MEMORY", rest)  # half of the text fits
-    recipe = TokenizerRecipe(trainer="sentencepiece", vocab_size=512, max_memory=MEMORY)
+    recipe = TokenizerRecipe(trainer="sentencepiece-bpe", vocab_size=512, max_memory=MEMORY)
     learned = train_sentencepiece.train_sentencepiece(recipe, workspace / "documents", corpus, ("<|endoftext|>",))
     assert 0.2 * available < learned.trained_on_bytes < 0.8 * available
     assert "more would not fit into tokenizer.max_memory" in " ".join(capsys.readouterr().err.split())
