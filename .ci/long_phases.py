@@ -31,7 +31,7 @@ def _packages(*names: str) -> tuple[str, ...]:
 
 # git pathspecs. tests/test_long_phases.py compares the first two with what their programs import.
 COVERS: dict[str, tuple[str, ...]] = {
-    "parity": _packages("bench", "model", "parallel", "recipe", "train"),
+    "parity": _packages("bench", "charts", "model", "parallel", "recipe", "train"),
     "chaos": (
         "tests/chaos",
         *_packages("charts", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),

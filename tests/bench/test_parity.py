@@ -161,6 +161,7 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         "lion",
         "adamw-8bit",
         "adamw-bf16",
+        "adamw-bf16-kahan",
     }
     sharded = [case for case in table if case.micro_batch_size is not None and case.ranks > 1]
     assert {case.parallel.reduces_every_micro_batch for case in sharded} == {True, False}

@@ -45,7 +45,6 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "gradients that are reduce-scattered with every": {"parallel": {"zero": 1, "gradient_sync": "every"}},
     "gradients that are reduce-scattered with the last": {"parallel": {"zero": 2, "gradient_sync": "last"}},
     "offload is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
-    "or a directory with a slash": {"parallel": {"offload": "cup"}},
     "Muon multiplies whole": {"parallel": {"offload": "cpu"}, "train": {"optimizer": {"name": "muon"}}},
     "the files of parallel.offload hold the moments": {
         "parallel": {"offload": "/nvme"},
@@ -140,6 +139,7 @@ def broken_rule_keys(values: dict[str, Any]) -> list[str]:
         ("{train: {steps: 1}, model: {hidden_size: 256, num_attention_head: 4}}", ["no such key"]),
         ("{train: {steps: 1}, parallel: {dp_shard: 0}}", ["greater than or equal to 1, or 'auto'; it is 0"]),
         ("{train: {steps: 1}, parallel: {ep: 2}, model: {moe: {num_experts: 4}}}", ["is required"] * 2),
+        ("{train: {steps: 1}, parallel: {offload: cup}}", ["must be none, cpu, or a directory with a slash"]),
         ("{train: {stages: [{steps: 1}]}}", ["is required"]),
         ("{train: {stages: [{name: a, steps: x}]}}", ["'x'"]),
         ("{train: {steps: 1, batch_tokens: x, seq_len: 1000}, model: {max_position_embeddings: 1000}}", ["'x'"]),

@@ -57,10 +57,8 @@ PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
 
-# ChatML: <|im_start|>role, a newline, the text, <|im_end|>. Tools as JSON in the system message, calls and responses
-# as JSON between their tokens; responses that follow each other share one user turn. A generation block holds what the
-# assistant writes, with the end of its message: transformers and TRL train on that.
-CHAT_TEMPLATE = (files("zero2all.tokenizer") / "chat_template.jinja").read_text(encoding="utf-8")
+# Without the comment at its start, which is for readers of the file.
+CHAT_TEMPLATE = (files("zero2all.tokenizer") / "chat_template.jinja").read_text(encoding="utf-8").partition("-#}\n")[2]
 
 
 def byte_alphabet() -> dict[str, int]:
