@@ -28,8 +28,10 @@ def test_every_second_of_a_record_has_one_category() -> None:
         *({"step": step, "time": 111.0 + step, "loss": 1.0} for step in range(4)),  # to 114
         {"step": 3, "time": 114.5, "checkpoint_stall": 0.5},
         {"step": 3, "time": 114.7, "system/load": 1.0},  # not counted
-        {"event": "evaluation", "time": 117.5, "step": 3},
-        {"step": 4, "time": 118.5, "loss": 1.0},
+        {"event": "evaluation", "time": 116.5, "step": 3},
+        {"sample": "en", "time": 117.5, "step": 3, "text": "Once"},
+        {"step": 3, "time": 117.6, "checkpoint_stall": 0.1},
+        {"step": 4, "time": 118.6, "loss": 1.0},
         {"step": 5, "time": 119.5, "loss": 1.0},
         # Killed; another process begins 20 s later, at step 4.
         {"event": "resume", "time": 144.5, "step": 4, "startup": 5.0},
@@ -50,8 +52,8 @@ def test_every_second_of_a_record_has_one_category() -> None:
     report = compute_goodput([parse_record_line(json.dumps(line).encode()) for line in lines], hangs=[200.0])
     assert report.lost == pytest.approx(
         {
-            "start-up": 10 + 5 + 3 + 2, "checkpoint stall": 0.5 + 0.5 + 1, "evaluation": 3.0,
-            "recomputed steps": 2 + 0.5 + 1, "hang": 100.0, "failure": 20.0,
+            "start-up": 10 + 5 + 3 + 2, "checkpoint stall": 0.5 + 0.1 + 0.5 + 1, "evaluation": 3.0,
+            "recomputed steps": 1.9 + 0.5 + 1, "hang": 100.0, "failure": 20.0,
         }
     )  # fmt: skip
     assert report.steps == pytest.approx(4 + 1 + 1 + 1)

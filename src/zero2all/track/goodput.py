@@ -20,6 +20,7 @@ from zero2all.track.record_lines import (
     InvalidLineError,
     LineReader,
     RecordLine,
+    SampleLine,
     StepLine,
     is_number,
     parse_record_line,
@@ -138,6 +139,8 @@ class _GoodputMeter:
             elif "loss" in line.metrics:
                 self.steps.append(line.step)
                 self.step_seconds.append(self._since(line.time))
+        elif isinstance(line, SampleLine):  # generated after validation, which can take longer than it
+            self.seconds["evaluation"] += self._since(line.time)
         elif isinstance(line, EventLine):
             self._add_event(line, line.time)
 
