@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from tests.conftest import CHINESE
 from zero2all.corpus.corpus_report import corpus_report
@@ -102,6 +103,17 @@ def test_what_to_do_next_are_commands_for_this_run() -> None:
     assert "z2a train out model.num_hidden_layers=3 --name deeper " in text
     assert "z2a compare out/run out/deeper " in text
     assert "z2a train out train.steps=1200 --extend rewarm " in text
+
+
+def test_long_samples_are_wrapped_between_words() -> None:
+    texts = ["One sunny morning, Mia was playing in the garden. " * 6, "从前，山坡上住着一只小兔。" * 20, "a\n\nb"]
+    samples = [Sample("", text.strip()) for text in texts]
+    lines = summary_text(QuickstartResult("out", 1, 1, 1, 1, 2, 600, 1.0, None, None, samples, {})).split("\n")
+    first, second, third = (lines.index(line) for line in lines if line.startswith("── sample"))
+    assert max(map(cell_len, lines[first:third])) <= 100
+    assert " ".join(lines[first + 1 : second]) == texts[0].strip()
+    assert "".join(lines[second + 1 : third]) == texts[1]
+    assert lines[third + 1 : third + 4] == ["a", "", "b"]
 
 
 def test_without_a_corpus_the_first_model_learns_stories(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from zero2all.redact import redact
 from zero2all.units import show_bytes, show_seconds
@@ -63,6 +64,11 @@ def warn(message: str, every_rank: bool = False) -> None:
     (_every_rank_console if every_rank else console).print(
         f"[yellow]warning:[/yellow] {escape(sanitize(message))}", emoji=False
     )
+
+
+def wrap(text: str, columns: int) -> list[str]:
+    """The lines of a text for a terminal, broken between words, or between Chinese characters, which are two wide."""
+    return [line.plain.rstrip() for line in Text(text).wrap(console, columns)]
 
 
 def heading(message: str) -> None:

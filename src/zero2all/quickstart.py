@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from zero2all.console import heading, progress, say, warn
+from zero2all.console import heading, progress, say, warn, wrap
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
@@ -32,6 +32,7 @@ from zero2all.storyworld.conversations import generate_conversations, handwritte
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
 from zero2all.track.loss_evaluation import LossEvaluation
+from zero2all.track.step_text import COLUMNS
 from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents
 from zero2all.units import show_bytes, show_count, show_seconds
@@ -316,7 +317,7 @@ def summary_text(result: QuickstartResult) -> str:
     lines = [""]
     for number, sample in enumerate(result.samples, 1):
         marked = f"{sample.prompt}▸{sample.text}" if sample.prompt else sample.text
-        lines += [f"── sample {number} " + "─" * 40, marked]
+        lines += [f"── sample {number} " + "─" * 40, *wrap(marked, COLUMNS)]
     out = result.out
     deeper = f"model.num_hidden_layers={result.layers + 1} --name deeper"
     next_commands: tuple[tuple[str, str], ...] = (
@@ -331,7 +332,7 @@ def summary_text(result: QuickstartResult) -> str:
     if result.chat is not None:
         next_commands = ((f"z2a chat {result.chat.out}", "talk to the model"), *next_commands)
         for turn in result.chat.transcripts:
-            lines += ["── conversation " + "─" * 36, f"> {turn.question}", turn.answer]
+            lines += ["── conversation " + "─" * 36, *wrap(f"> {turn.question}", COLUMNS), *wrap(turn.answer, COLUMNS)]
     width = max(len(command) for command, _ in next_commands)
     lines += [
         "─" * 52,

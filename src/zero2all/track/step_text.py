@@ -58,7 +58,7 @@ def source_line(metrics: Mapping[str, float]) -> str | None:
         return None
     line, shown = "  loss by source:", 0
     for name, loss in losses.items():
-        part = f"  {_shorten(name)} {loss:.3f}"
+        part = f"  {shorten(name, NAME_COLUMNS)} {loss:.3f}"
         more = len(losses) - shown - 1
         if cell_len(line + part) + (len(_more(more)) if more else 0) > COLUMNS:
             return line + _more(more + 1)
@@ -75,8 +75,13 @@ def _shown(formats: Mapping[str, Callable[[float], str]], metrics: Mapping[str, 
     return [show(metrics[name]) for name, show in formats.items() if name in metrics]
 
 
-def _shorten(name: str) -> str:
-    return name if cell_len(name) <= NAME_COLUMNS else set_cell_size(name, NAME_COLUMNS - 1).rstrip() + "…"
+def shorten(text: str, columns: int) -> str:
+    """Cut to a number of columns, of which a Chinese character takes two.
+
+    >>> shorten("从前，河边", 6)
+    '从前…'
+    """
+    return text if cell_len(text) <= columns else set_cell_size(text, columns - 1).rstrip() + "…"
 
 
 def _more(count: int) -> str:

@@ -11,10 +11,10 @@ from zero2all.storyworld import LANGUAGES
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import opening_prompts
 from zero2all.track import RunRecord
+from zero2all.track.step_text import COLUMNS, shorten
 
 NUM_SAMPLES = 3
 SAMPLE_TOKENS = 64
-SHOWN_CHARACTERS = 100  # of a sample, in the log
 
 
 def record_samples(record: RunRecord, step: int, model: ParallelModel, tokenizer: Tokenizer, recipe: Recipe) -> None:
@@ -58,5 +58,4 @@ def _record_completions(
 
 def _record_sample(record: RunRecord, step: int, name: str, text: str) -> None:
     record.sample(step, name, text)
-    line = " ".join(text.split())
-    say(f"  {name}: {line[:SHOWN_CHARACTERS]}{'…' if len(line) > SHOWN_CHARACTERS else ''}")
+    say(shorten(f"  {name}: {' '.join(text.split())}", COLUMNS))
