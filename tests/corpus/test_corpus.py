@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from zero2all.cli.corpus import app
 from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
-from zero2all.corpus.corpus_report import corpus_report
-from zero2all.corpus.corpus_report_page import report_html
+from zero2all.corpus.corpus_report import corpus_report, report_html
 from zero2all.corpus.filters import DEFAULT_FILTERS
 from zero2all.corpus.filters.quality_classifier import train_quality_model
 from zero2all.engine import Engine

@@ -33,12 +33,11 @@ from zero2all.corpus.dedup.decontaminate import (
     load_decontamination_index,
     write_contamination_drops,
 )
-from zero2all.corpus.dedup.duplicates import find_duplicates
 from zero2all.corpus.dedup.exact import nfkc
-from zero2all.corpus.dedup.minhash import estimate_jaccard, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.near import shingle_hashes
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shingles import hash_units
+from zero2all.corpus.dedup.shingles import estimate_jaccard, hash_units, minhash_signatures, pack_sketches
+from zero2all.corpus.dedup.shuffle import DedupParams
+from zero2all.corpus.dedup.stage import find_duplicates
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.errors import UsageError
 

@@ -11,11 +11,10 @@ import pytest
 
 from zero2all.corpus.dedup.components import both_directions, connect_components, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE
-from zero2all.corpus.dedup.duplicates import find_near_duplicates, run_locally
-from zero2all.corpus.dedup.minhash import band_hashes, pack_sketches
 from zero2all.corpus.dedup.near import band_rows, cluster_by_leader, node_dtype
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shuffle import GID_DTYPE, load_rows, save_rows, save_sorted
+from zero2all.corpus.dedup.shingles import band_hashes, pack_sketches
+from zero2all.corpus.dedup.shuffle import GID_DTYPE, DedupParams, load_rows, save_rows, save_sorted
+from zero2all.corpus.dedup.stage import find_near_duplicates, run_locally
 
 
 def gids(count: int, seed: int) -> np.ndarray:
@@ -107,7 +106,7 @@ def recorded(calls: list[tuple[str, int]]) -> Callable[[Callable[..., Any], Sequ
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_bounded_memory_gives_the_same_drops(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.corpus.dedup.params.TASK_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("zero2all.corpus.dedup.shuffle.TASK_OVERHEAD_BYTES", 0)
     roomy, tight = DedupParams(partitions=1), DedupParams(partitions=1, task_bytes=100_000)
     bands = write_bands(tmp_path / "bands", roomy, 600, 4, seed)
     expected = plain_drops(bands, roomy)

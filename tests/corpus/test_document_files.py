@@ -38,8 +38,8 @@ from zero2all.corpus.readers import (
     TextRecord,
     UnreadableFileError,
     archives,
+    documents,
     list_files,
-    pdf,
     read_record_chunks,
     read_records,
     reader_child,
@@ -47,11 +47,10 @@ from zero2all.corpus.readers import (
     records,
     web_pages,
 )
+from zero2all.corpus.readers.documents import TextOf, join_pages, parse_xml
 from zero2all.corpus.readers.formats import FileFormat
-from zero2all.corpus.readers.pdf import join_pages
 from zero2all.corpus.readers.plain_text import sensible_title
 from zero2all.corpus.readers.web_pages import close_empty_elements, html_to_text
-from zero2all.corpus.readers.zip_documents import TextOf, parse_xml
 from zero2all.corpus.sniff import sniff
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.tokenizer import template_child
@@ -551,7 +550,7 @@ def zip_of_word(xml: str) -> bytes:
 def test_a_pdf_of_more_pages_or_text_than_any_real_one_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pdf, "MAX_PAGES", 3)
+    monkeypatch.setattr(documents, "MAX_PAGES", 3)
     with pytest.raises(UnreadableFileError, match="more than 3 pages"):
         read_data(tmp_path, "a.pdf", make.make_pdf([["text"]] * 4))
     with pytest.raises(UnreadableFileError, match="text larger than 0 MiB"):

@@ -18,9 +18,8 @@ from tests.corpus.test_fetch import entries, files_in, quick  # noqa: F401
 from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files, list_files
-from zero2all.corpus.fetch import hub as hub_module
-from zero2all.corpus.fetch.hub import HubSource
-from zero2all.corpus.fetch.sources import FileSelection
+from zero2all.corpus.fetch import sources as hub_module
+from zero2all.corpus.fetch.sources import FileSelection, HubSource
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.http_client import HttpClient

@@ -20,7 +20,7 @@ from tests.corpus.gids import make_gid
 from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import FileStats, read_documents, to_record_batch
 from zero2all.corpus.mapping import AUTOMATIC
-from zero2all.corpus.readers import RawFile, file_ranges, list_files, split_large_file
+from zero2all.corpus.readers import RawFile, list_files, records, split_large_file
 from zero2all.corpus.readers.encoding import _MOJIBAKE_CANDIDATE, _suspect_positions, fix_mojibake
 from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
@@ -154,7 +154,7 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     (tmp_path / "raw" / "a.jsonl").write_bytes(b"\n".join(lines_of(400, random.Random(1))))
     recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "raw")])], filters=[], holdout=0)
     whole = build_corpus(recipe, tmp_path / "whole")
-    monkeypatch.setattr(file_ranges, "FILE_RANGE_BYTES", 20_000)
+    monkeypatch.setattr(records, "FILE_RANGE_BYTES", 20_000)
     built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
     assert built[0].sources["s"].files == 1
     assert len(list((tmp_path / "1.work" / "parts").glob("*.json"))) > 3

@@ -4,7 +4,7 @@ import random
 import re
 import time
 
-from zero2all.corpus.filters.prose import split_listings, strip_html_comments
+from zero2all.corpus.filters.text_kinds import split_listings, strip_html_comments
 
 PLAIN = re.compile(r"(^[ \t]{0,8}(`{3,}|~{3,})[^\n]*\n(?:.*?\n)??[ \t]{0,8}\2[^\n]*$)", re.MULTILINE | re.DOTALL)
 

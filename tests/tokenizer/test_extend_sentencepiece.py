@@ -18,7 +18,7 @@ from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.extend import CHINESE, decompose_new_tokens, extend_tokenizer
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, Piece, append_pieces
 
 Pair = tuple[Tokenizer, Tokenizer]

@@ -8,14 +8,14 @@ import pytest
 
 from zero2all.io import read_documents_manifest
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer import train_sentencepiece
+from zero2all.tokenizer import sentencepiece_vocabulary
 
 PUBLISHED_TEXT, PUBLISHED_PEAK = 20e9, 135e9  # bytes, of a large corpus
 MEMORY = 1 << 30
 
 
 def test_the_estimate_covers_what_was_published() -> None:
-    estimate = train_sentencepiece.PROCESS_MEMORY + train_sentencepiece.MEMORY_PER_BYTE * PUBLISHED_TEXT
+    estimate = sentencepiece_vocabulary.PROCESS_MEMORY + sentencepiece_vocabulary.MEMORY_PER_BYTE * PUBLISHED_TEXT
     assert PUBLISHED_PEAK < estimate < 5 * PUBLISHED_PEAK, "of Chinese, each byte takes three times that of English"
 
 
@@ -25,9 +25,9 @@ def test_the_package_gets_no_more_text_than_the_estimate_allows(
     pytest.importorskip("sentencepiece")
     corpus = read_documents_manifest(workspace / "documents")
     available = sum(source.bytes for source in corpus.splits["train"].values())
-    rest = MEMORY - train_sentencepiece.MEMORY_PER_BYTE * (available // 2)
-    monkeypatch.setattr(train_sentencepiece, "PROCESS_MEMORY", rest)  # half of the text fits
+    rest = MEMORY - sentencepiece_vocabulary.MEMORY_PER_BYTE * (available // 2)
+    monkeypatch.setattr(sentencepiece_vocabulary, "PROCESS_MEMORY", rest)  # half of the text fits
     recipe = TokenizerRecipe(trainer="sentencepiece-bpe", vocab_size=512, max_memory=MEMORY)
-    learned = train_sentencepiece.train_sentencepiece(recipe, workspace / "documents", corpus, ("<|endoftext|>",))
+    learned = sentencepiece_vocabulary.train_sentencepiece(recipe, workspace / "documents", corpus, ("<|endoftext|>",))
     assert 0.2 * available < learned.trained_on_bytes < 0.8 * available
     assert "more would not fit into tokenizer.max_memory" in " ".join(capsys.readouterr().err.split())

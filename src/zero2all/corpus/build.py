@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate, task_runner
+from zero2all.corpus.dedup.stage import evaluation_files, find_drops, remove_boilerplate, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums

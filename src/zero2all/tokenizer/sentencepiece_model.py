@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from zero2all.errors import Z2aError
 from zero2all.io import read_regular
-from zero2all.tokenizer.text_vocabulary import SPACE_MARK, Json, byte_token
+from zero2all.tokenizer.tokenizer_json import SPACE_MARK, Json, byte_token
 
 MODEL_FILE = "tokenizer.model"
 MAX_FILE_BYTES = 256 << 20

@@ -21,9 +21,15 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json_object, read_regular
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
-from zero2all.tokenizer.chat import ChatInput, ChatTemplate, JsonObject, RenderedChat
+from zero2all.tokenizer.chat import (
+    MAX_TEMPLATE_BYTES,
+    ChatInput,
+    ChatTemplate,
+    ChatTemplateError,
+    JsonObject,
+    RenderedChat,
+)
 from zero2all.tokenizer.hf_directory import without_begin_token
-from zero2all.tokenizer.template_process import MAX_TEMPLATE_BYTES, ChatTemplateError
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END, AllowSpecial, allowed_names, split_special
 

@@ -46,7 +46,7 @@ from zero2all.tokenizer.manifest import (
 from zero2all.tokenizer.merge import Merge, bytes_by_id, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
-from zero2all.tokenizer.train_sentencepiece import train_sentencepiece
+from zero2all.tokenizer.sentencepiece_vocabulary import train_sentencepiece
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,

@@ -12,9 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.corpus.code_paths import is_labeled_as_code
 from zero2all.corpus.dedup.shuffle import argsort_by, group_starts, load_rows, read_columns, read_partition, save_sorted
-from zero2all.corpus.document import SCHEMA
+from zero2all.corpus.document import SCHEMA, is_labeled_as_code
 from zero2all.errors import UsageError
 from zero2all.io import atomic_path
 from zero2all.paths import arrow_source

@@ -16,13 +16,22 @@ from numpy.typing import NDArray
 
 from zero2all.corpus.dedup.components import both_directions, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE, NEAR, read_shard_rows
-from zero2all.corpus.dedup.minhash import Sketches, band_hashes, estimate_jaccard, minhash_signatures, pack_sketches
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shingles import Counts, Hashes, hash_ngrams, hash_units
+from zero2all.corpus.dedup.shingles import (
+    Counts,
+    Hashes,
+    Sketches,
+    band_hashes,
+    estimate_jaccard,
+    hash_ngrams,
+    hash_units,
+    minhash_signatures,
+    pack_sketches,
+)
 from zero2all.corpus.dedup.shuffle import (
     GID_DTYPE,
     LABEL_COLUMNS,
     SHINGLE_CHARACTERS,
+    DedupParams,
     Rows,
     argsort_by,
     document_labels,

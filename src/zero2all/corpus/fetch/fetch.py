@@ -13,17 +13,17 @@ from pathlib import Path
 
 from zero2all.console import progress, say
 from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile, run_all
-from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
-from zero2all.corpus.fetch.hub import HubAccess
 from zero2all.corpus.fetch.remote_file import (
     WORK_DIRECTORY,
+    FetchedFile,
+    FetchRecord,
     FileDigests,
     RemoteFile,
     check_paths,
     is_in_hidden_directory,
     probe_file,
 )
-from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source, recipe_sources
+from zero2all.corpus.fetch.sources import FileSelection, HubAccess, SourceLister, parse_source, recipe_sources
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError, is_disk_full
 from zero2all.http_client import HttpClient, split_url

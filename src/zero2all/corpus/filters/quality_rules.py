@@ -9,8 +9,14 @@ import numpy as np
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
-from zero2all.corpus.filters.text_kinds import classify_text, count_han
+from zero2all.corpus.filters.text_kinds import (
+    classify_text,
+    code_points,
+    count_han,
+    extract_prose,
+    letter_mask,
+    split_words,
+)
 
 _ENGLISH_STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 # Words of FineWeb-2's list for cmn_Hani, and the most frequent ones of classical prose, which has no 的.

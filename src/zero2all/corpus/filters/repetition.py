@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
-from zero2all.corpus.filters.text_kinds import classify_text
+from zero2all.corpus.filters.text_kinds import classify_text, code_points, extract_prose, letter_mask, split_words
 
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
 _ASCII_WORD = re.compile(r"[A-Za-z0-9_]+")

@@ -7,7 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Literal
 
-from zero2all.corpus.code_paths import CODE_EXTENSIONS
+from zero2all.corpus.document import CODE_EXTENSIONS
 from zero2all.corpus.readers.base import UnreadableFileError
 from zero2all.corpus.readers.encoding import detect_encoding, looks_binary
 from zero2all.corpus.readers.streams import COMPRESSION_BY_EXTENSION, HEAD_BYTES
