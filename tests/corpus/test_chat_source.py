@@ -257,9 +257,8 @@ def many(count: int) -> list[Row]:
 
 def test_a_rebuild_gives_the_same_bytes(tmp_path: Path) -> None:
     records = many(60)
-    options = {"holdout": 0.2, "dedup": {"boilerplate": True}}
+    options = {"holdout": 0.2}
     one, first = build(tmp_path / "a", records, options=options)
-    # A line that all share is no boilerplate.
     assert all(row["content"].startswith("You are a helpful") and len(messages(row)) == 3 for row in first)
     assert {row["data_src"] for row in first} == {"chat"}
     assert one.splits["valid"]["chat"].documents

@@ -287,25 +287,6 @@ def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
     assert len(rows) == 4
 
 
-def test_boilerplate_lines_leave_the_published_documents(tmp_path: Path) -> None:
-    footer = "This article was first published in the weekly letter of the society."
-    (tmp_path / "raw").mkdir()
-    lines = [json.dumps({"id": n, "text": f"Text number {n} is its own.\n{footer}"}) for n in range(40)]
-    lines.append(json.dumps({"id": 40, "text": footer}))
-    lines.append(json.dumps({"id": 41, "category": "code", "text": f"# {footer}\nx = 1\n{footer}"}))
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
-    kept = {}
-    for name, boilerplate in (("as it is", False), ("stripped", True)):
-        _, rows = build(tmp_path / "raw", tmp_path / name, holdout=0, dedup={"boilerplate": boilerplate})
-        kept[name] = {int(row["id"]): (row["gid"], row["content"]) for row in rows}
-    assert all(footer in content for _, content in kept["as it is"].values())
-    assert set(kept["as it is"]) - set(kept["stripped"]) == {40}  # there was nothing else in it
-    for number in range(40):
-        gid, content = kept["stripped"][number]
-        assert (gid, content) == (kept["as it is"][number][0], f"Text number {number} is its own.")
-    assert kept["stripped"][41] == kept["as it is"][41]
-
-
 def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> None:
     question = " ".join(f"word{n}" for n in range(40))
     book = " ".join(f"own{n}" for n in range(5000))

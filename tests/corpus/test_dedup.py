@@ -25,8 +25,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.gids import make_gid
-from zero2all.corpus.dedup.boilerplate import BoilerplateParams, count_lines, strip_boilerplate, write_boilerplate_lines
-from zero2all.corpus.dedup.components import union_find
 from zero2all.corpus.dedup.decontaminate import (
     build_decontamination_index,
     find_contamination,
@@ -34,7 +32,7 @@ from zero2all.corpus.dedup.decontaminate import (
     write_contamination_drops,
 )
 from zero2all.corpus.dedup.exact import nfkc
-from zero2all.corpus.dedup.near import shingle_hashes
+from zero2all.corpus.dedup.near import shingle_hashes, union_find
 from zero2all.corpus.dedup.shingles import estimate_jaccard, hash_units, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.shuffle import DedupParams
 from zero2all.corpus.dedup.stage import find_duplicates
@@ -247,10 +245,10 @@ def test_signature_does_not_depend_on_the_batch() -> None:
 
 def test_components() -> None:
     chain = np.arange(999)
-    assert set(union_find(chain, chain + 1, 1000).tolist()) == {0}
+    assert set(union_find(np.arange(1000), chain, chain + 1).tolist()) == {0}
     rng = random.Random(1)
     edges = [(rng.randrange(300), rng.randrange(300)) for _ in range(120)]
-    found = union_find(np.array([one for one, _ in edges]), np.array([other for _, other in edges]), 300)
+    found = union_find(np.arange(300), np.array([one for one, _ in edges]), np.array([other for _, other in edges]))
     expected = list(range(300))
     for _ in range(300):
         for one, other in edges:
@@ -345,46 +343,6 @@ def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:
         find_duplicates([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out", PARAMS)
     with pytest.raises(UsageError, match="at least 1"):
         DedupParams(partitions=0)
-
-
-def test_boilerplate_lines_are_stripped_from_their_source_only(tmp_path: Path) -> None:
-    footer = "本文由 [译者团队](https://example.org/team) 原创编译，荣誉推出"
-    texts = generated_texts("zh", 60)
-    documents = [document(f"{text}\n\n  {footer}\n", "news", str(place)) for place, text in enumerate(texts)]
-    documents += [document(f"{text}\n{footer}", "wiki", str(place)) for place, text in enumerate(texts[:3])]
-    documents += [document(f"# {footer}\nx = {place}\n" * 2, "code", str(place)) for place in range(30)]
-    documents += [document(footer, "news", "nothing else")]
-    lines = BoilerplateParams()
-    shards = write_shards(tmp_path / "in", documents, 2)
-    counted = [count_lines(path, tmp_path / f"{path.name}.npy", lines) for path in shards]
-    totals = {source: sum(counts.get(source, 0) for counts in counted) for source in ("news", "wiki")}
-    assert totals == {"news": 61, "wiki": 3}
-    files = [tmp_path / f"{path.name}.npy" for path in shards]
-    found = [tmp_path / f"{part}.npy" for part in range(3)]
-    assert sum(write_boilerplate_lines(files, part, 3, totals, found[part], lines) for part in range(3)) == 1
-    left = {}
-    for path in shards:
-        counts = strip_boilerplate(path, found, tmp_path / "out" / path.name, lines)
-        assert counts["documents_changed"] >= 30
-        left.update({row["gid"]: row["content"] for row in pq.read_table(tmp_path / "out" / path.name).to_pylist()})
-    for one in documents[:-1]:
-        assert left[one.gid] == (one.content.replace(f"  {footer}\n", "") if one.data_src == "news" else one.content)
-    assert documents[-1].gid not in left
-
-
-def test_real_translation_footers_are_boilerplate(shared_corpus: Path, tmp_path: Path) -> None:
-    raw = (shared_corpus / "zh/news2016zh_style/news_zh_train.jsonl").read_text(encoding="utf-8").splitlines()
-    documents = [document(json.loads(line)["content"], "news", str(place)) for place, line in enumerate(raw)]
-    shard = write_shards(tmp_path / "in", documents, 1)[0]
-    totals = count_lines(shard, tmp_path / "lines.npy", BoilerplateParams())
-    write_boilerplate_lines([tmp_path / "lines.npy"], 0, 1, totals, tmp_path / "found.npy", BoilerplateParams())
-    counts = strip_boilerplate(shard, [tmp_path / "found.npy"], tmp_path / "out.parquet", BoilerplateParams())
-    assert counts["documents_changed"] > 0.5 * len(documents)
-    assert counts["documents_out"] == len(documents)
-    text = "\n".join(pq.read_table(tmp_path / "out.parquet")["content"].to_pylist())
-    before = "\n".join(one.content for one in documents)
-    assert text.count("荣誉推出") < 0.1 * before.count("荣誉推出")
-    assert len(text) > 0.93 * len(before)
 
 
 def test_injected_evaluation_text_is_found(tmp_path: Path) -> None:

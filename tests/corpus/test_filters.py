@@ -169,21 +169,6 @@ def test_html_comments() -> None:
     kept("html_comments", doc("a <-- b --> c"), code("x = '<!-- a -->'\n"), doc("<!-- never closed, 没有结束"))
 
 
-def test_shortcodes() -> None:
-    assert changed(
-        "shortcodes",
-        doc('一个 {{< glossary_tooltip text="Pod" term_id="pod" >}} 里有容器。{{% thirdparty %}}'),
-        doc('Use {{domxref("Window.open", "open()")}} with {{jsxref("Array")}}. {{Compat}}'),
-        doc("~~~\n{{< keep >}}\n~~~\n见{{Glossary('DOM')}}。{{APIRef}}"),
-    ) == ["一个 Pod 里有容器。", "Use open() with Array. ", "~~~\n{{< keep >}}\n~~~\n见DOM。"]
-    kept(
-        "shortcodes",
-        doc("Write `{{value}}` to show it."),
-        doc("集合 {{1, 2}, {3}} 有两个元素。"),
-        code("t = '{{ x }}'\n"),
-    )
-
-
 def test_language() -> None:
     pytest.importorskip("py3langid")
     french = "La rivière montait depuis midi, et le soir les champs du bas avaient disparu sous les eaux. " * 2

@@ -118,7 +118,7 @@ def test_a_message_cannot_mark_itself(workspace: Path, said: str) -> None:
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{{ 'a' * 10 ** 10 }}",
         "{{ [0] * 999999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** 999999999 }}",
         "{% set _tick = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
@@ -126,7 +126,6 @@ def test_a_message_cannot_mark_itself(workspace: Path, said: str) -> None:
 def test_a_template_that_loops_for_ever_is_cut_off(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr("zero2all.tokenizer.chat.MAX_ITERATIONS", 20_000)
     monkeypatch.setattr("zero2all.tokenizer.chat.MAX_SECONDS", 1)
     tokenizer = with_template(workspace, tmp_path, template)
     with pytest.raises(ChatTemplateError):

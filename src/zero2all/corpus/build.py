@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup.stage import evaluation_files, find_drops, remove_boilerplate, task_runner
+from zero2all.corpus.dedup.stage import evaluation_files, find_drops, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
@@ -131,11 +131,8 @@ def _build_corpus(
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))
-    chats = {source.name for source in recipe.sources if source.kind != "text"}
-    texts = [part.path for part in nonempty if part.record.source not in chats]
-    stripped = {part.path: part.path for part in nonempty} | remove_boilerplate(engine, recipe, texts, work)
-    drops = find_drops(engine, recipe, list(stripped.values()), work)
-    clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
+    drops = find_drops(engine, recipe, [part.path for part in nonempty], work)
+    clean = [replace(part, drop_files=drops[part.path]) for part in nonempty]
     ready = split_parts(engine, recipe, clean, work, key)
     files_before = read_json(out / MANIFEST).get("files") if (out / MANIFEST).exists() else None
     with atomic_dir(out, KIND) as partial:

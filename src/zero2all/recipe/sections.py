@@ -126,8 +126,6 @@ class DedupRecipe(Section):
     """Also remove near-duplicates, found by MinHash over n-grams."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Minimum Jaccard similarity between the n-grams of near-duplicates."""
-    boilerplate: bool = False
-    """Remove lines that occur in many documents of a source, such as footers."""
 
 
 class ContaminationRecipe(Section):

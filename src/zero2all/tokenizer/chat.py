@@ -148,7 +148,6 @@ PROGRAM = Path(template_child.__file__)
 MAX_SECONDS = 10  # of CPU time, for one conversation
 WALL_FACTOR = 6  # times the CPU time, for a child that neither computes nor answers; the CPU may be shared by many
 MAX_MEMORY = 1 << 30
-MAX_ITERATIONS = 1_000_000  # of all loops of a template together
 MAX_OUTPUT_BYTES = 16 << 20  # beside several times the size of the conversation
 MAX_TEMPLATE_BYTES = 1 << 20
 MESSAGE_BYTES = 1 << 20  # of conversations sent at once
@@ -200,7 +199,6 @@ class TemplateProcess:
         header = {
             "source": template.source,
             "variables": dict(template.variables),
-            "iterations": MAX_ITERATIONS,
             "seconds": MAX_SECONDS,
             "output_bytes": MAX_OUTPUT_BYTES,
         }

@@ -1,6 +1,6 @@
 """Vocabularies of sentencepiece: trained through its package, and extended.
 
-Training is ``tokenizer.trainer: sentencepiece-bpe`` and ``-unigram``; ``z2a tokenizer extend`` extends one like LLaMA's.
+``tokenizer.trainer: sentencepiece-bpe`` and ``-unigram`` train one; ``z2a tokenizer extend`` extends one like LLaMA's.
 
 The package holds all text in memory, so it gets as many documents as fit. The settings are those of LLaMA's vocabulary
 (no normalization, byte fallback, single digits), but without a space before each text: so every text round-trips, also

@@ -1,7 +1,6 @@
 """What is in a token store, for people.
 
-Which tokens of a conversation are learned (``z2a tokens inspect``), and openings of documents as prompts in the language
-of the corpus.
+Which tokens of a conversation are learned (``z2a tokens inspect``), and openings of documents as prompts.
 """
 
 from __future__ import annotations

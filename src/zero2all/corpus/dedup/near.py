@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.corpus.dedup.components import both_directions, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE, NEAR, read_shard_rows
 from zero2all.corpus.dedup.shingles import (
     Counts,
@@ -38,6 +38,7 @@ from zero2all.corpus.dedup.shuffle import (
     gids_to_bytes,
     gids_to_hex,
     group_starts,
+    load_rows,
     read_columns,
     read_partition,
     save_rows,
@@ -47,6 +48,8 @@ from zero2all.corpus.dedup.shuffle import (
 
 SIGNATURE_CHARACTERS = 2**19  # per batch of signatures: few values per character, and faster with many documents
 MAX_BUCKET_LEADERS, MAX_COMPONENT_LEADERS = 16, 1024
+EDGE_DTYPE: Final = np.dtype([("one", GID_DTYPE), ("other", GID_DTYPE)])
+"""In both directions, sorted. As labels: from a document to the smallest gid of its component."""
 
 
 def node_dtype(params: DedupParams) -> np.dtype[np.void]:
@@ -133,10 +136,10 @@ def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
 
 def write_near_links(
     files: Sequence[Path], partition: int, partitions: int, edges: Path, nodes: Path, params: DedupParams
-) -> tuple[int, int]:
+) -> int:
     """Link the documents of each bucket to the best document in it that they are similar to. Linear in its size.
 
-    Returns the number of rows of links and of nodes written.
+    Returns the number of rows of nodes written.
     """
     rows = _in_shared_buckets(read_partition(files, partition, partitions))
     rows = rows[argsort_by(rows, "hash", "rank", "gid")]
@@ -151,7 +154,7 @@ def write_near_links(
         node_rows[name] = ends[name]
     save_rows(edges, found)
     save_rows(nodes, node_rows)
-    return len(found), len(node_rows)
+    return len(node_rows)
 
 
 def _in_shared_buckets(rows: Rows) -> Rows:
@@ -188,14 +191,56 @@ def cluster_by_leader(
     return leaders
 
 
+def make_edges(one: Rows, other: Rows) -> Rows:
+    edges = np.zeros(len(one), dtype=EDGE_DTYPE)
+    edges["one"], edges["other"] = one, other
+    return edges
+
+
+def both_directions(edges: Rows) -> Rows:
+    """Sorted, each once."""
+    edges = np.concatenate([edges, make_edges(edges["other"], edges["one"])])
+    edges = edges[argsort_by(edges, "one", "other")]
+    return edges[group_starts(edges)]
+
+
+def connect_components(edge_files: Sequence[Path], out: Path) -> None:
+    """Write the labels of all documents with links. A smallest gid itself has no label.
+
+    Links are read a file at a time, so that memory grows with the documents that have links, not with the links.
+    """
+    ends = [np.unique(load_rows(path)["one"]) for path in edge_files]
+    gids = np.unique(np.concatenate([np.zeros(0, dtype=GID_DTYPE), *ends]))
+    roots = np.arange(len(gids))
+    for path in edge_files:
+        edges = load_rows(path)
+        roots = union_find(roots, np.searchsorted(gids, edges["one"]), np.searchsorted(gids, edges["other"]))
+    children = np.flatnonzero(roots != np.arange(len(gids)))
+    save_rows(out, make_edges(gids[children], gids[roots[children]]))
+
+
+def union_find(parent: Counts, one: Counts, other: Counts) -> Counts:
+    """Union-find for all edges at once: hang roots below smaller roots, shorten all paths, until nothing moves."""
+    parent = parent.copy()
+    while True:
+        first, second = parent[one], parent[other]
+        apart = first != second
+        if not apart.any():
+            return parent
+        one, other, first, second = one[apart], other[apart], first[apart], second[apart]
+        np.minimum.at(parent, np.maximum(first, second), np.minimum(first, second))
+        while not np.array_equal(parent, parent[parent]):
+            parent = parent[parent]
+
+
 def write_labeled_nodes(
-    node_files: Sequence[Path], labels: Sequence[Path], partition: int, partitions: int, out: Path, params: DedupParams
+    node_files: Sequence[Path], labels: Path, partition: int, partitions: int, out: Path, params: DedupParams
 ) -> int:
     """The nodes of a range of gids with their components, sorted by component. All tasks read each file once."""
     nodes = read_partition(node_files, partition, partitions, "gid")
     nodes = nodes[argsort_by(nodes, "gid")]
     nodes = nodes[group_starts(nodes["gid"])]  # a document has a row from each bucket that it met another in
-    known = read_partition(labels, partition, partitions, "one")
+    known = read_partition([labels], partition, partitions, "one")
     rows = np.zeros(len(nodes), dtype=labeled_dtype(params))
     for name in nodes.dtype.names or ():
         rows[name] = nodes[name]

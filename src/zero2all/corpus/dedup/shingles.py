@@ -1,4 +1,4 @@
-"""Text to hashed n-grams and MinHash signatures, many documents at once, without a Python loop over characters or words.
+"""Text to hashed n-grams and MinHash signatures, many documents at once, without a Python loop over characters.
 
 A unit of prose is a word, or one character in scripts written without spaces: five units are a word 5-gram in English
 and a character 5-gram in Chinese, and a text that mixes both needs no decision about which it is. A unit of code is a

@@ -195,10 +195,10 @@ class DedupParams:
         if not 0 < self.threshold <= 1 or not 0 <= self.margin < self.threshold:
             raise UsageError("deduplication needs 0 < threshold <= 1 and 0 <= margin < threshold")
 
-    def partitions_for(self, rows: int, row_bytes: int, at_least: int | None = None) -> int:
+    def partitions_for(self, rows: int, row_bytes: int) -> int:
         """Into how many parts rows are split so that a task can sort one of them in memory."""
         needed = -(-rows * row_bytes * SORT_COPIES // max(1, self.task_bytes - TASK_OVERHEAD_BYTES))
-        return max(1, self.partitions if at_least is None else at_least, needed)
+        return max(self.partitions, needed)
 
     @property
     def slots(self) -> int:

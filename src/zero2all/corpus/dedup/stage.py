@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup.boilerplate import BoilerplateParams, count_lines, strip_boilerplate, write_boilerplate_lines
-from zero2all.corpus.dedup.components import EDGE_DTYPE, RunTasks, connect_components
 from zero2all.corpus.dedup.decontaminate import build_decontamination_index, write_contamination_drops
 from zero2all.corpus.dedup.drops import collect_shard_drops
 from zero2all.corpus.dedup.exact import KEY_DTYPE, write_exact_drops, write_exact_keys
 from zero2all.corpus.dedup.near import (
     band_dtype,
+    connect_components,
     labeled_dtype,
     write_labeled_nodes,
     write_near_drops,
@@ -29,6 +27,8 @@ from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.io import fingerprint, read_finished, write_json
 from zero2all.recipe import CorpusRecipe, SourceRecipe
+
+RunTasks = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 
 
 def run_locally(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -87,9 +87,9 @@ def find_near_duplicates(
     partitions = params.partitions_for(documents * params.bands, band_dtype(params).itemsize)
     edges, nodes = _part_files(work / "edges", partitions), _part_files(work / "nodes", partitions)
     tasks = [(bands, part, partitions, edges[part], nodes[part], params) for part in range(partitions)]
-    link_rows, node_rows = (sum(column) for column in zip(*run_tasks(write_near_links, tasks), strict=True))
-    joined = params.partitions_for(link_rows, EDGE_DTYPE.itemsize, at_least=1)
-    labels, _ = connect_components(edges, work / "components", joined, run_tasks)
+    node_rows = sum(run_tasks(write_near_links, tasks))
+    labels = work / "components.npy"
+    run_tasks(connect_components, [(edges, labels)])
     partitions = params.partitions_for(node_rows, labeled_dtype(params).itemsize)
     labeled, near = _part_files(work / "labeled", partitions), _part_files(work / "near", partitions)
     run_tasks(write_labeled_nodes, [(nodes, labels, part, partitions, out, params) for part, out in enumerate(labeled)])
@@ -129,33 +129,6 @@ def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Pa
         for part, contaminated in _contamination_drop_files(engine, recipe, parts, work / "decontaminate").items():
             drops[part].append(contaminated)
     return drops
-
-
-def remove_boilerplate(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
-    """For each part the file to continue with: itself, or a copy without boilerplate lines."""
-    if not recipe.dedup.boilerplate or not parts:
-        return {part: part for part in parts}
-    stripped = {part: work / "stripped" / part.name for part in parts}
-    key = fingerprint([part.name for part in parts])
-    done = work / "stripped" / "done.json"
-    if read_finished(FinishedStep, done, key):
-        return stripped
-    done.unlink(missing_ok=True)
-    lines, partitions = BoilerplateParams(), DedupParams().partitions
-    counted = [work / "lines" / f"{part.name}.npy" for part in parts]
-    shared = [work / "lines" / f"{number:05}.npy" for number in range(partitions)]
-    with task_runner(engine, "finding boilerplate lines", 2 * len(parts) + len(shared)) as run_tasks:
-        documents: Counter[str] = Counter()
-        tasks = [(part, out, lines) for part, out in zip(parts, counted, strict=True)]
-        for of_part in run_tasks(count_lines, tasks):
-            documents.update(of_part)
-        run_tasks(
-            write_boilerplate_lines,
-            [(counted, n, partitions, dict(documents), out, lines) for n, out in enumerate(shared)],
-        )
-        counts = run_tasks(strip_boilerplate, [(part, shared, out, lines) for part, out in stripped.items()])
-    write_json(done, {"key": key, "lines": sum(of_part["lines"] for of_part in counts)})
-    return stripped
 
 
 def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:

@@ -95,17 +95,6 @@ def strip_gutenberg(document: Document) -> FilterResult:
     return Change(body[credit.end() if credit else 0 :].strip("\n") + "\n", "Gutenberg header and footer")
 
 
-_HUGO = re.compile(r"\{\{[<%]([^{}]{0,500})[>%]\}\}")
-_HUGO_TEXT = re.compile(r"\btext=\"([^\"]*)\"")
-_MDN = re.compile(r"(?<!`)\{\{\s{0,3}([A-Za-z_]\w{0,60})\s{0,3}(?:\(([^{}]{0,500})\)\s{0,3})?\}\}(?!`)")
-_QUOTED = re.compile(r"\"([^\"]*)\"|'([^']*)'|[^\s,]+")
-# These stand in the middle of a sentence and show a name; all other macros draw boxes and menus.
-_MDN_NAMES = {
-    *("domxref", "jsxref", "cssxref", "htmlelement", "svgelement", "svgattr", "mathmlelement", "htmlattrxref"),
-    *("httpheader", "httpstatus", "httpmethod", "csp", "glossary", "rfc", "bug", "event"),
-}
-
-
 @register_filter("html_comments")
 def html_comments(document: Document) -> FilterResult:
     """Remove ``<!-- -->`` from prose, outside fenced listings. Kubernetes keeps whole English originals in them."""
@@ -115,35 +104,10 @@ def html_comments(document: Document) -> FilterResult:
     return KEEP if text == document.content else Change(text, "HTML comments")
 
 
-@register_filter("shortcodes")
-def shortcodes(document: Document) -> FilterResult:
-    """Resolve Hugo ``{{< >}}`` and MDN ``{{macro("x")}}`` in prose to the text they show, or to nothing.
-
-    Fenced listings and inline code stay: there the braces are what is taught.
-    """
-    if "{{" not in document.content or classify_text(document) == "code":
-        return KEEP
-    text = _transform_prose(document.content, lambda prose: _MDN.sub(_mdn_text, _HUGO.sub(_hugo_text, prose)))
-    return KEEP if text == document.content else Change(text, "shortcodes")
-
-
 def _transform_prose(text: str, transform: Callable[[str], str]) -> str:
     if "```" not in text and "~~~" not in text:
         return transform(text)
     return "".join(piece if number % 2 else transform(piece) for number, piece in enumerate(split_listings(text)))
-
-
-def _hugo_text(found: re.Match[str]) -> str:
-    shown = _HUGO_TEXT.search(found.group(1))
-    return shown.group(1) if shown else ""
-
-
-def _mdn_text(found: re.Match[str]) -> str:
-    if found.group(1).lower() not in _MDN_NAMES or not found.group(2):
-        return ""
-    given = [quoted.group(1) or quoted.group(2) or quoted.group(0) for quoted in _QUOTED.finditer(found.group(2))]
-    shown = given[1] if len(given) > 1 and given[1].strip("\"'") else given[0] if given else ""
-    return shown.strip("\"'")
 
 
 @register_filter("language")

@@ -219,20 +219,16 @@ def _sanitize_records(records: RecordChunk) -> RecordChunk:
 
 def _fix_record_encoding(records: RecordChunk) -> RecordChunk:
     """Fix mojibake, except in code, where unusual strings may be intended."""
-    places = [
-        (number, record, key, value)
-        for number, record in enumerate(records)
-        if not isinstance(record, BrokenRecord) and not _is_code_record(record)
-        for key, value in record.items()
-        if isinstance(value, str) and not value.isascii()
-    ]
-    better = fix_mojibake([value for _, _, _, value in places]) if places else {}
-    for place, text in better.items():
-        number, record, key, _ = places[place]
-        if text is not None:
-            record[key] = text
-        else:  # only for text that looks bad is ftfy needed
-            records[number] = BrokenRecord(NOT_INSTALLED)
+    for number, record in enumerate(records):
+        if isinstance(record, BrokenRecord) or _is_code_record(record):
+            continue
+        for key, value in record.items():
+            if isinstance(value, str) and not value.isascii():
+                text = fix_mojibake(value)
+                if text is None:  # only for text that looks bad is ftfy needed
+                    records[number] = BrokenRecord(NOT_INSTALLED)
+                    break
+                record[key] = text
     return records
 
 
