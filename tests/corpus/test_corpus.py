@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
 import tarfile
 import unicodedata
 import zipfile
@@ -19,11 +18,8 @@ from typer.testing import CliRunner
 from zero2all.cli.corpus import app
 from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
 from zero2all.corpus.corpus_report import corpus_report, report_html
-from zero2all.corpus.filters import DEFAULT_FILTERS
 from zero2all.corpus.filters.quality_classifier import train_quality_model
-from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import host_id
+from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
@@ -152,19 +148,6 @@ def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path)
     assert summary_lines(again)[1] == "  skipped: 1 record (broken JSON)"
 
 
-@pytest.mark.parametrize("own_ids", [True, False])
-def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path, own_ids: bool) -> None:
-    lines = [json.dumps({"text": f"text {n}"} | ({"id": n} if own_ids else {})) for n in range(50)]
-    gids = []
-    for name, order in (("x", lines), ("y", lines[::-1])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.jsonl").write_text("\n".join(order))
-        _, rows = build(tmp_path / name, tmp_path / f"out-{name}")
-        gids.append({row["gid"]: row["content"] for row in rows})
-    assert gids[0] == gids[1]
-    assert len(gids[0]) == 50
-
-
 def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     validation_ids = []
@@ -205,25 +188,6 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path) -
     (tmp_path / "raw" / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
     _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
     assert {row["content"] for row in rows} == {"a\ufffdb", "😀"}
-
-
-def test_nothing_of_the_users_is_ever_replaced(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("the only copy")
-    with pytest.raises(UsageError, match="something else"):
-        build(tmp_path / "raw", tmp_path / "raw")
-    assert (tmp_path / "raw" / "a.txt").read_text() == "the only copy"
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("one")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    (tmp_path / f".out.partial-{host_id()}-{gone.pid}-00000000" / "train").mkdir(parents=True)
-    build(tmp_path / "raw", tmp_path / "out", holdout=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.work", "raw"]
 
 
 def test_unusual_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
@@ -328,16 +292,6 @@ def test_files_that_look_the_same_are_two(tmp_path: Path) -> None:
     assert sorted(row["content"] for row in rows) == ["text of en", "text of zh"]
 
 
-def test_a_long_text_file_passes_the_default_filters(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    text = "".join(f"Line {n} of a book that is longer than any one document should be.\n" for n in range(300_000))
-    (tmp_path / "raw" / "book.txt").write_text(text)
-    filters = [spec for spec in DEFAULT_FILTERS if spec["name"] == "too_long"]
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
-    assert len(rows) > 1
-    assert sum(len(row["content"]) for row in rows) >= len(text) - len(rows)
-
-
 def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path) -> None:
     text = " ".join(f"word{n * n % 977}" for n in range(400))
     (tmp_path / "raw").mkdir()
@@ -359,33 +313,11 @@ def test_a_retrained_quality_model_is_noticed(tmp_path: Path) -> None:
         assert [row["content"] for row in rows] == [left]
 
 
-def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing at"):
-        build(tmp_path / "none", tmp_path / "out")
-
-
 def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.txt").write_text("some text")
     with pytest.raises(Z2aError, match="no document is left of 0 files"):
         build(tmp_path / "raw", tmp_path / "out", source={"exclude": ["*"]})
-
-
-def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) -> None:
-    """Counts of the corpus's own table. tests/corpus/test_readers.py has the differences file by file."""
-    sources = [SourceRecipe(name=name, paths=[str(shared_corpus / name)]) for name in ("zh", "en", "code")]
-    manifest = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out", Engine(workers=2))
-    read = {name: account.read.documents for name, account in manifest.sources.items()}
-    # 史记.txt is one document here and 130 chapters in the table; 541 articles of wiki_60 have a title and no text.
-    assert read["zh"] == 28_197 - 129 - 541
-    assert read["en"] == 7_431
-    # LICENSES.txt is one document of 14 texts; the archives hold 1 and 18 licences that the table does not count.
-    assert read["code"] == 2_615 - 13 + 1 + 18
-    assert manifest.left_out["zh"].documents == {"no text in it": 541}
-    assert not any(part.files for part in manifest.left_out.values())
-    accounts = [account.dropped for account in manifest.sources.values()]
-    dropped = [part.documents for account in accounts for part in account.values()]
-    assert manifest.documents == sum(read.values()) - sum(dropped)
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,6 @@ import re
 import tarfile
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from zero2all.corpus.dedup.decontaminate import (
     write_contamination_drops,
 )
 from zero2all.corpus.dedup.exact import nfkc
-from zero2all.corpus.dedup.near import shingle_hashes, union_find
+from zero2all.corpus.dedup.near import shingle_hashes
 from zero2all.corpus.dedup.shingles import estimate_jaccard, hash_units, minhash_signatures, pack_sketches
 from zero2all.corpus.dedup.shuffle import DedupParams
 from zero2all.corpus.dedup.stage import find_duplicates
@@ -149,25 +147,6 @@ def test_injected_near_duplicates_are_found_and_nothing_else(kind: str, tmp_path
     assert result["precision"] >= 0.99, result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zh", "en", pytest.param("code", marks=pytest.mark.long)])
-def test_near_duplicates_injected_into_real_text(kind: str, shared_corpus: Path, tmp_path: Path) -> None:
-    if kind == "zh":
-        lines = (shared_corpus / "zh/wiki2019zh_style/wiki_zh_00.jsonl").read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["text"] for line in lines[:400]]
-    elif kind == "en":
-        table = pq.read_table(shared_corpus / "en/wiki_parquet/train-00000-of-00002.parquet")
-        texts = table["text"].to_pylist()[:400]
-    else:
-        with tarfile.open(shared_corpus / "code/cpython_stdlib_3.11.7.tar.gz") as archive:
-            members = [one for one in archive if one.name.endswith(".py") and 500 < one.size < 30000][:300]
-            texts = [_text(archive, one) for one in members]
-    result = measure(list(inject_duplicates(kind, texts, random.Random(11))), tmp_path)
-    assert result["pairs"] > 80
-    assert result["recall"] >= 0.95, result
-    assert result["precision"] >= 0.99, result
-
-
 def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     stream = archive.extractfile(member)
     assert stream is not None
@@ -243,19 +222,6 @@ def test_signature_does_not_depend_on_the_batch() -> None:
         assert row.tolist() == minhash_signatures(*shingle_hashes([text], False, PARAMS), 112)[0].tolist()
 
 
-def test_components() -> None:
-    chain = np.arange(999)
-    assert set(union_find(np.arange(1000), chain, chain + 1).tolist()) == {0}
-    rng = random.Random(1)
-    edges = [(rng.randrange(300), rng.randrange(300)) for _ in range(120)]
-    found = union_find(np.arange(300), np.array([one for one, _ in edges]), np.array([other for _, other in edges]))
-    expected = list(range(300))
-    for _ in range(300):
-        for one, other in edges:
-            expected[one] = expected[other] = min(expected[one], expected[other])
-    assert found.tolist() == expected
-
-
 def many_documents() -> list[Document]:
     parts = [inject_duplicates(kind, generated_texts(kind, 40), random.Random(2)) for kind in ("zh", "en", "code")]
     documents = [one for part in parts for one in part]
@@ -274,21 +240,6 @@ def test_same_bytes_whatever_the_order_of_shards_and_the_partitions(tmp_path: Pa
     assert first.dropped["near copy"] >= 20
     _, second = find_duplicates(shards[::-1], tmp_path / "b", DedupParams(**{**vars(PARAMS), "partitions": 7}))
     assert first == second
-    assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
-
-
-@pytest.mark.slow
-def test_same_bytes_from_other_processes(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "in", many_documents(), 2)
-    params = DedupParams(**{**vars(PARAMS), "partitions": 2})
-    _, here = find_duplicates(shards, tmp_path / "a", params)
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-
-        def in_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return list(pool.map(function, *zip(*arguments, strict=True)))
-
-        _, there = find_duplicates(shards, tmp_path / "b", params, in_processes)
-    assert here == there
     assert digest_of(tmp_path / "a" / "drops") == digest_of(tmp_path / "b" / "drops")
 
 
@@ -341,8 +292,6 @@ def test_empty_and_tiny_documents_pass(tmp_path: Path) -> None:
 def test_shards_of_the_same_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="same name"):
         find_duplicates([tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.parquet"], tmp_path / "out", PARAMS)
-    with pytest.raises(UsageError, match="at least 1"):
-        DedupParams(partitions=0)
 
 
 def test_injected_evaluation_text_is_found(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
 from zero2all.corpus.fetch import fetch as fetch_module
 from zero2all.corpus.fetch.download import PartialFile
 from zero2all.errors import DiskFullError, UsageError, Z2aError
-from zero2all.io import sha256_file
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -70,17 +69,6 @@ def test_a_file_arrives_whole_over_connections_that_are_cut(reset: bool, server:
     assert len(server.requests("/big.bin")) > 15
     [entry] = entries(tmp_path).values()
     assert (entry["url"], entry["size"], entry["sha256"]) == (url, 6_000_001, page.content.sha256())
-
-
-@pytest.mark.long
-def test_300_mb_arrive_whole_from_a_server_that_cuts_every_connection_after_20_mb(
-    server: Server, tmp_path: Path
-) -> None:
-    content = Content(300_000_000)
-    url = server.add("/big.bin", Page(content, cut_after=20_000_000))
-    result = fetch(url, tmp_path)
-    assert sha256_file(tmp_path / "big.bin") == content.sha256()
-    sys.stderr.write(f"300 MB in {result.seconds:.1f} s, {len(server.seen)} requests\n")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -382,13 +370,6 @@ def test_without_a_strong_validator_a_file_comes_from_one_response(
         fetch(never, tmp_path)
 
 
-def test_a_stream_without_a_size_that_always_breaks_is_given_up(server: Server, tmp_path: Path) -> None:
-    url = server.add("/a.bin", Page(Content(700_000), ranges=False, chunked=True, cut_after=300_000))
-    with pytest.raises(Z2aError, match="6 times in a row"):
-        fetch(url, tmp_path)
-    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
-
-
 @contextmanager
 def raw_server(answer: Callable[[socket.socket], None], address: str = "127.0.0.1") -> Iterator[str]:
     """A server that sends what it likes, until the other side closes the connection."""
@@ -628,8 +609,3 @@ def test_the_command_prints_one_object(server: Server, tmp_path: Path, capsys: p
     assert (printed["files"], printed["downloaded_bytes"]) == (1, 18)
     assert printed["sources"][0]["name"] == "raw"
     assert printed["sources"][0]["paths"] == [str(tmp_path / "raw" / "books.txt")]
-
-
-def test_threads_end_with_the_command(server: Server, tmp_path: Path) -> None:
-    fetch(server.add("/a.bin", Page(Content(1000))), tmp_path)
-    assert not [thread for thread in threading.enumerate() if thread.name == "z2a-fetch"]

@@ -235,14 +235,6 @@ def test_files_in_hidden_directories_are_left_out(
         fetch(hub, tmp_path, selection=select(include=(".git",)))
 
 
-def test_names_of_devices_are_plain_files(hub: FakeHub, tmp_path: Path) -> None:
-    names = ["NUL", "con.txt", "aux/COM1", "dev/null", "~root", "-rf", "$HOME", "…", "a'b\"c"]
-    for name in names:
-        hub.add_file(name, Content(500))
-    fetch(hub, tmp_path)
-    assert sorted(files_in(tmp_path)) == sorted(f"stories/{name}" for name in names)
-
-
 def test_a_file_and_a_directory_of_one_name_are_refused(hub: FakeHub, tmp_path: Path) -> None:
     hub.add_file("a", Content(500))
     hub.add_file("a/b", Content(500))

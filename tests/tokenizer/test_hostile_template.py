@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -54,16 +53,6 @@ def render(source: str, messages: list[dict[str, Any]] = QUESTION) -> str:
     return "".join(ChatTemplate(source, frozenset({"<|im_end|>"}), {}, "the template of here").render(messages).parts)
 
 
-def peak_of_children(*names: str) -> None:
-    """For a process of its own: what ran before in this one had children too."""
-    chat.MAX_SECONDS, chat.MAX_MEMORY, chat.WALL_FACTOR = 1, 192 << 20, 60
-    for name in names:
-        with pytest.raises(TemplateLimitError):
-            render(MEMORY[name])
-    shared_process().close()
-    sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10))
-
-
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 1)
@@ -84,14 +73,6 @@ def test_a_template_gets_no_more_memory_than_its_limit(strict: None, name: str) 
     with pytest.raises(TemplateLimitError, match=r"the template of here (needs more than 192 MiB|exceeds its limits)"):
         render(MEMORY[name])
     assert render("{{ messages[0].content }}") == "hello"
-
-
-@pytest.mark.timeout(300)
-def test_the_memory_of_the_child_is_what_the_limit_says() -> None:
-    measure = f"from tests.tokenizer.test_hostile_template import peak_of_children as peak; peak(*{list(MEMORY)})"
-    done = subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 400 << 20
 
 
 @pytest.mark.parametrize("name", TIME)

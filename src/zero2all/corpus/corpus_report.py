@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from zero2all.units import show_bytes, show_count, show_number
 MAX_DOCUMENTS_PER_SOURCE = 20_000  # of each source; enough for every statistic here
 EXCERPT_CHARACTERS = 300
 MAX_EXAMPLES = 12
-_URL = re.compile(r"https?://[^\s\"'<>]+")
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,6 @@ class LengthStats:
 
 
 @dataclass(frozen=True)
-class Outlier:
-    """A kept document worth a look."""
-
-    why: str
-    gid: str
-    title: str
-    text: str
-
-
-@dataclass(frozen=True)
 class SourceStatistics:
     """Statistics of what was kept of a source."""
 
@@ -60,7 +48,6 @@ class SourceStatistics:
     kinds: dict[str, int]
     domains: dict[str, int]
     kept_samples: list[Example]
-    suspicious: list[Outlier]
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,6 @@ def _statistics(documents: Iterator[Document], advance: Callable[[float], None])
     kinds: Counter[str] = Counter()
     domains: Counter[str] = Counter()
     kept: list[Example] = []
-    suspicious: list[tuple[float, str, Document]] = []
     for document in documents:
         lengths.append(len(document.content))
         kinds[classify_text(document)] += 1
@@ -123,11 +109,7 @@ def _statistics(documents: Iterator[Document], advance: Callable[[float], None])
             domains[domain] += 1
         if len(kept) < MAX_EXAMPLES:
             kept.append(Example.from_document(document, EXCERPT_CHARACTERS))
-        score, why = _outlier_score(document)
-        if score > 0:
-            suspicious.append((score, why, document))
         advance(1)
-    suspicious.sort(key=lambda outlier: (-outlier[0], outlier[2].gid))
     edges = [0, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1 << 62]
     counts, _ = np.histogram(lengths, bins=edges)
     return SourceStatistics(
@@ -140,10 +122,6 @@ def _statistics(documents: Iterator[Document], advance: Callable[[float], None])
         kinds=dict(kinds.most_common()),
         domains=dict(domains.most_common(MAX_EXAMPLES)),
         kept_samples=kept,
-        suspicious=[
-            Outlier(why, document.gid, document.title, document.content[:EXCERPT_CHARACTERS])
-            for _, why, document in suspicious[:MAX_EXAMPLES]
-        ],
     )
 
 
@@ -153,21 +131,6 @@ def _domain(document: Document) -> str:
     others = json.loads(document.others)
     address = next((others[name] for name in ("url", "source_url", "link") if isinstance(others.get(name), str)), "")
     return urlsplit(address).hostname or "" if address else ""
-
-
-def _outlier_score(document: Document) -> tuple[float, str]:
-    """Outlier score of a kept document, and why. For manual inspection, not for a filter to act on."""
-    text = document.content
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) >= 20 and (share := 1 - len(set(lines)) / len(lines)) > 0.5:
-        return share, f"{100 * share:.0f} % of its lines are repeats"
-    if len(text) >= 1000 and (variety := len(set(text)) / len(text) ** 0.5) < 0.5:
-        return 1 - variety, f"only {len(set(text))} different characters in {len(text)}"
-    damaged = sum(text.count(mark) for mark in ("\ufffd", "锟斤拷", "Ã", "â€"))
-    if damaged > 3:
-        return min(0.9, damaged / len(text) * 50), f"{damaged} marks of broken encoding"
-    links = sum(len(match) for match in _URL.findall(text)) / max(1, len(text))
-    return (links, f"{100 * links:.0f} % of it are links") if links > 0.4 else (0.0, "")
 
 
 MIN_FLOW_SHARE = 0.004  # of all bytes; a thinner band is invisible
@@ -258,13 +221,10 @@ def _source_section(name: str, counts: SourceCounts, skipped: SkippedBySource, s
         _example_html(sample, reason) for reason, dropped in counts.dropped.items() for sample in dropped.samples[:2]
     ]
     parts.append("</div></div>")
-    if statistics.suspicious:
-        parts.append("<h3>kept, but outliers</h3>")
-        parts += [_example_html(outlier, outlier.why) for outlier in statistics.suspicious]
     return "\n".join(parts)
 
 
-def _example_html(sample: Example | Outlier, why: str) -> str:
+def _example_html(sample: Example, why: str) -> str:
     head = f"<b>{escape(why)}</b> " if why else ""
     return f"<small>{head}{escape(sample.title[:100])} {sample.gid[:12]}</small><pre>{escape(sample.text)}</pre>"
 

@@ -39,7 +39,7 @@ class Document:
     others: str
 
 
-def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
+def gid_maker(data_src: str) -> Callable[[bytes, bytes], str]:
     """Gids of the documents of one source: of a record's own id, if it has one, and its content.
 
     128 bits over all three, whatever the order of arrival. 64 bits would collide at some 10^10 documents.
@@ -47,7 +47,7 @@ def gid_maker(data_src: str) -> Callable[[bytes, bytes | memoryview], str]:
     source = data_src.encode()
     begun = hashlib.blake2b(len(source).to_bytes(8, "little") + source, digest_size=16)
 
-    def gid(own_id: bytes, content: bytes | memoryview) -> str:
+    def gid(own_id: bytes, content: bytes) -> str:
         digest = begun.copy()
         digest.update(len(own_id).to_bytes(8, "little") + own_id + len(content).to_bytes(8, "little"))
         digest.update(content)

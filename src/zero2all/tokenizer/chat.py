@@ -83,9 +83,8 @@ class ChatTemplate:
     def render_many(self, inputs: Sequence[ChatInput]) -> list[RenderedChat | ChatTemplateError]:
         """Each conversation, or why the template does not take it."""
         hidden = [self._hide(one) for one in inputs]
-        source = TemplateSource(self.name, self.source, self.variables)
         chats: list[RenderedChat | ChatTemplateError] = []
-        for found, one in zip(shared_process().render(source, [one.line for one in hidden]), hidden, strict=True):
+        for found, one in zip(shared_process().render(self, [one.line for one in hidden]), hidden, strict=True):
             if isinstance(found, ChatTemplateError):
                 chats.append(found)
                 continue
@@ -97,11 +96,11 @@ class ChatTemplate:
 
     def _hide(self, chat: ChatInput) -> _HiddenChat:
         """Most conversations have none of the characters that begin or end a marker, and nothing to hide."""
-        content = encode_conversation(chat.messages, chat.tools)
+        content = _to_json(chat.messages, chat.tools)
         revealed: dict[int, str] = {}
         if self._edge_pattern.search(content):
             disguise = self._disguise(content)
-            content = encode_conversation(_translate(chat.messages, disguise), _translate(chat.tools, disguise))
+            content = _to_json(_translate(chat.messages, disguise), _translate(chat.tools, disguise))
             revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
         options = json.dumps([chat.add_generation_prompt, chat.mark_generated])
         return _HiddenChat(f"{content[:-1]}, {options[1:]}".encode("utf-8", "surrogatepass"), revealed)
@@ -124,6 +123,14 @@ class _HiddenChat(NamedTuple):
     line: bytes
     revealed: dict[int, str]
     """What the characters stand for that replace others."""
+
+
+def _to_json(messages: Any, tools: Any) -> str:
+    """As one line."""
+    try:
+        return json.dumps([messages, tools], ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ChatTemplateError(f"the messages are not JSON: {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -167,22 +174,6 @@ class RenderedText(NamedTuple):
     """What the assistant writes: ranges of characters."""
 
 
-@dataclass(frozen=True)
-class TemplateSource:
-    name: str
-    """As messages call it."""
-    source: str
-    variables: Mapping[str, Any]
-
-
-def encode_conversation(messages: Any, tools: Any) -> str:
-    """As one line."""
-    try:
-        return json.dumps([messages, tools], ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise ChatTemplateError(f"the messages are not JSON: {error}") from error
-
-
 class TemplateProcess:
     """Started with the first conversation, and again after one that exceeds the limits."""
 
@@ -190,9 +181,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: LimitedProcess | None = None
 
-    def render(
-        self, template: TemplateSource, conversations: Sequence[bytes]
-    ) -> list[RenderedText | ChatTemplateError]:
+    def render(self, template: ChatTemplate, conversations: Sequence[bytes]) -> list[RenderedText | ChatTemplateError]:
         """The text of each conversation, or why the template does not take it."""
         if len(template.source) > MAX_TEMPLATE_BYTES:
             raise ChatTemplateError(f"{template.name} has more than {MAX_TEMPLATE_BYTES:,} characters")
@@ -224,7 +213,7 @@ class TemplateProcess:
             self._process.disconnect()
 
     def _render_some(
-        self, template: TemplateSource, first: bytes, lines: Sequence[bytes]
+        self, template: ChatTemplate, first: bytes, lines: Sequence[bytes]
     ) -> Iterator[RenderedText | ChatTemplateError]:
         """At least one answer; fewer than all after one that ended the child."""
         self._process = process = self._process or LimitedProcess(PROGRAM, (), 0, MAX_MEMORY)

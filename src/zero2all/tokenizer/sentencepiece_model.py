@@ -116,8 +116,6 @@ def _problems(pieces: list[Piece], trainer: Fields, normalizer: Fields, dummy_pr
         yield f"a piece is empty, has more than {MAX_PIECE_CHARACTERS} characters or contains a space"
     if {piece.text for piece in pieces if piece.type == PieceType.BYTE} != {byte_token(byte) for byte in range(256)}:
         yield "it has no byte fallback: characters that it does not have would be lost"
-    if SPACE_MARK not in texts:
-        yield "it has no piece for a space"
     if PieceType.UNUSED in types:
         yield "it has unused pieces"
     if PieceType.USER_DEFINED in types and dummy_prefix:

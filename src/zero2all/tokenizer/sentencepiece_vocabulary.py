@@ -17,7 +17,6 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,20 +67,14 @@ TRAINER_OPTIONS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class _TrainingText:
+def _sampled_lines(shards: list[Path], share: float) -> Iterator[str]:
     """Lines of the training documents, sampled by document."""
-
-    shards: list[Path]
-    share: float
-
-    def lines(self) -> Iterator[str]:
-        for shard in self.shards:
-            with pq.ParquetFile(arrow_source(shard), buffer_size=1 << 20) as file:
-                for batch in file.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "content"]):
-                    selected = pa.array(select_documents(batch.column("gid"), self.share))
-                    for text in batch.column("content").filter(selected).to_pylist():
-                        yield from split_lines(text)
+    for shard in shards:
+        with pq.ParquetFile(arrow_source(shard), buffer_size=1 << 20) as file:
+            for batch in file.iter_batches(batch_size=BATCH_DOCUMENTS, columns=["gid", "content"]):
+                selected = pa.array(select_documents(batch.column("gid"), share))
+                for text in batch.column("content").filter(selected).to_pylist():
+                    yield from split_lines(text)
 
 
 def split_lines(text: str) -> Iterator[str]:
@@ -101,12 +94,12 @@ def train_sentencepiece(
     if limit < min(available, recipe.train_bytes):
         say(f"sentencepiece trains on {show_bytes(limit)}: more would not fit into tokenizer.max_memory")
     shards = [documents / "train" / shard for part in sources for shard in part.shards]
-    text = _TrainingText(shards, min(1.0, limit / available) if available else 0.0)
+    share = min(1.0, limit / available) if available else 0.0
     written, used = io.BytesIO(), 0
 
     def counted_lines() -> Iterator[str]:
         nonlocal used
-        for line in text.lines():
+        for line in _sampled_lines(shards, share):
             used += len(line.encode())
             yield line
 

@@ -30,7 +30,6 @@ from zero2all.corpus.dedup.shingles import (
 from zero2all.corpus.dedup.shuffle import (
     GID_DTYPE,
     LABEL_COLUMNS,
-    SHINGLE_CHARACTERS,
     DedupParams,
     Rows,
     argsort_by,
@@ -70,22 +69,19 @@ def _dtype_fields(kind: np.dtype[np.void]) -> Iterator[tuple[str, np.dtype[np.ge
         yield name, kind[name]
 
 
-def write_signatures(
-    shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path] = ()
-) -> dict[str, int]:
-    """Write the band rows of a shard, sorted by hash; documents already in ``dropped`` are skipped."""
+def write_signatures(shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path]) -> int:
+    """Write the band rows of a shard, sorted by hash; those in ``dropped`` are skipped. Returns how many."""
     dropped_counts = Counter(gids_to_hex(read_shard_rows(dropped, number)["gid"]))
     parts = [np.zeros(0, dtype=band_dtype(params))]
-    documents = compared = 0
+    compared = 0
     for columns in read_columns(shard, [*LABEL_COLUMNS, "content"]):
-        documents += len(columns["gid"])
         for nodes, hashes in compute_signatures(
             columns, remaining_mask(columns["gid"], dropped_counts), number, params
         ):
             parts.append(band_rows(nodes, hashes, params))
             compared += len(nodes)
     save_sorted(out, np.concatenate(parts), "hash", "rank", "gid")
-    return {"documents": documents, "compared": compared}
+    return compared
 
 
 def remaining_mask(gids: Sequence[str], dropped_counts: Counter[str]) -> NDArray[np.bool_]:
@@ -119,11 +115,7 @@ def compute_signatures(
 
 def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
     """The hashed shingles of all texts in a row, and how many each text has."""
-    parts = [
-        hash_ngrams(hash_units([texts[place] for place in chunk], code), params.ngram)
-        for chunk in split_by_characters(texts, np.arange(len(texts)), SHINGLE_CHARACTERS)
-    ]
-    return np.concatenate([hashes for hashes, _ in parts]), np.concatenate([counts for _, counts in parts])
+    return hash_ngrams(hash_units(texts, code), params.ngram)
 
 
 def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:

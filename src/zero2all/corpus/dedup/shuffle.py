@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from zero2all.corpus.document import is_labeled_as_code
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Z2aError
 from zero2all.io import atomic_path
 from zero2all.paths import RemotePath, arrow_source
 
@@ -185,15 +185,6 @@ class DedupParams:
     """How far an estimate may lie below the threshold: one standard deviation of it, with 112 slots at Jaccard 0.8.
     A wider margin finds a few more pairs and drops more that are not similar: tests/corpus/test_dedup.py has both."""
     seed: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.partitions, self.task_bytes, self.bands, self.rows_per_band, self.ngram, self.min_shingles) < 1:
-            raise UsageError(
-                "partitions, task_bytes, bands, rows_per_band, ngram and min_shingles of deduplication must be "
-                "at least 1"
-            )
-        if not 0 < self.threshold <= 1 or not 0 <= self.margin < self.threshold:
-            raise UsageError("deduplication needs 0 < threshold <= 1 and 0 <= margin < threshold")
 
     def partitions_for(self, rows: int, row_bytes: int) -> int:
         """Into how many parts rows are split so that a task can sort one of them in memory."""

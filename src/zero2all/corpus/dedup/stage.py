@@ -73,7 +73,7 @@ def find_duplicates(
         seen = run_tasks(
             write_signatures, [(shard, number, bands[number], params, exact) for number, shard in numbered]
         )
-        compared = sum(one["compared"] for one in seen)
+        compared = sum(seen)
         drop_files = [*exact, *find_near_duplicates(bands, compared, work, params, run_tasks)]
     dropped = run_tasks(collect_shard_drops, [(drop_files, number, lists[number]) for number, _ in numbered])
     found = DuplicateCounts([path.name for path in shards], compared, _sum_counts(dropped))

@@ -4,6 +4,7 @@
 Requests go through ``zero2all.http_client``.
 """
 
-from zero2all.corpus.fetch.fetch import FetchOptions, FetchResult, fetch_files, list_files
+from zero2all.corpus.fetch.fetch import FetchResult, fetch_files, list_files
+from zero2all.corpus.fetch.sources import FetchOptions
 
 __all__ = ["FetchOptions", "FetchResult", "fetch_files", "list_files"]

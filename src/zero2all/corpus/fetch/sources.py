@@ -33,24 +33,57 @@ from zero2all.redact import is_redacted, redact
 
 MAX_FILES = 1_000_000
 MAX_PAGES = 10_000  # the Hub lists 1,000 files per page
+HUB_ENDPOINT = "https://huggingface.co"
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _SOURCE = re.compile(rf"hf://(?P<datasets>datasets/)?(?P<repository>{_NAME}(?:/(?P<name>{_NAME}))?)(?:/(?P<path>.+))?")
 
 
 @dataclass(frozen=True)
-class HubAccess:
-    endpoint: str
-    """URL of the Hub, or of a mirror."""
-    token: str | None = field(repr=False)
-    timeout: float
+class FileSelection:
+    """Globs over the paths of files in a source. A directory stands for all below it."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __contains__(self, path: str) -> bool:
+        is_included = not self.include or _matches(path, self.include)
+        return is_included and not _matches(path, self.exclude)
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, one) or fnmatchcase(path, f"{one.rstrip('/')}/*") for one in patterns)
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    selection: FileSelection = field(default_factory=FileSelection)
+    endpoint: str = HUB_ENDPOINT
+    """URL of the Hugging Face Hub, or of a mirror."""
+    token: str | None = field(default=None, repr=False)
+    """For private and gated repositories; it is sent to the endpoint only."""
+    revision: str = "main"
+    """Branch, tag or commit on the Hub."""
+    workers: int = 8
+    """Files that are downloaded at the same time."""
+    sha256: str | None = None
+    """Expected checksum of the only file."""
+    max_size: int | None = None
+    """Largest file that is accepted."""
+    timeout: float = 30.0
+    """Seconds to wait for a connection or for data."""
 
     def __post_init__(self) -> None:
+        split_url(self.endpoint)
         if self.token and not re.fullmatch(r"[!-~]{1,1024}", self.token):
             raise Z2aError("HF_TOKEN has characters that no token has: set it again, or unset it")
 
+    @property
+    def hub_url(self) -> str:
+        return self.endpoint.rstrip("/")
+
     def client(self, pages: _Pages | None = None) -> HttpClient:
         """For downloads, or with ``pages`` for a listing."""
-        client = partial(HttpClient, self.timeout, endpoint=self.endpoint, token=self.token)
+        client = partial(HttpClient, self.timeout, endpoint=self.hub_url, token=self.token)
         return client() if pages is None else client(body_limit=MAX_REPLY_BYTES, on_response=pages.check)
 
 
@@ -89,26 +122,26 @@ class _ListedFile:
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")]
 
 
-def list_repository(source: HubSource, revision: str, access: HubAccess, stop: threading.Event) -> list[RemoteFile]:
+def list_repository(source: HubSource, options: FetchOptions, stop: threading.Event) -> list[RemoteFile]:
     """Every file of a source, at the commit that the revision is now."""
     from huggingface_hub import hf_hub_url
 
     try:
-        listed = Backoff(source.text, stop).retry(lambda: _list_files(source, revision, access))
+        listed = Backoff(source.text, stop).retry(lambda: _list_files(source, options))
     except HttpError as error:
         if error.status not in (401, 403, 404):
             raise
         raise HttpError(
-            f"{source.text}: {access.endpoint} has no such repository and revision ({revision}), or it is "
+            f"{source.text}: {options.hub_url} has no such repository and revision ({options.revision}), or it is "
             "private or gated: accept its terms there and set HF_TOKEN to a token that may read it"
         ) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise HttpError(f"{source.text}: {access.endpoint} sent no valid list of files ({error!r:.100})") from error
+        raise HttpError(f"{source.text}: {options.hub_url} sent no valid list of files ({error!r:.100})") from error
     return [
         RemoteFile(
             source=source.text,
             url=hf_hub_url(
-                source.repository, file.path, repo_type=source.kind, revision=file.commit, endpoint=access.endpoint
+                source.repository, file.path, repo_type=source.kind, revision=file.commit, endpoint=options.hub_url
             ),
             path=f"{source.directory}/{file.path}",
             size=file.size,
@@ -120,14 +153,14 @@ def list_repository(source: HubSource, revision: str, access: HubAccess, stop: t
     ]
 
 
-def _list_files(source: HubSource, revision: str, access: HubAccess) -> list[_ListedFile]:
+def _list_files(source: HubSource, options: FetchOptions) -> list[_ListedFile]:
     from huggingface_hub import HfApi, RepoFile
 
     # Without the token, which only our client knows and only sends to the endpoint.
-    api = HfApi(access.endpoint, token=False, library_name="zero2all", library_version=__version__)
+    api = HfApi(options.hub_url, token=False, library_name="zero2all", library_version=__version__)
     listed: list[_ListedFile] = []
-    with _session(access.client(_Pages(source.text))):
-        info = api.repo_info(source.repository, repo_type=source.kind, revision=revision, expand="sha")
+    with _session(options.client(_Pages(source.text))):
+        info = api.repo_info(source.repository, repo_type=source.kind, revision=options.revision, expand="sha")
         commit = info.sha
         for one in api.list_repo_tree(source.repository, recursive=True, revision=commit, repo_type=source.kind):
             if not isinstance(one, RepoFile):
@@ -216,54 +249,32 @@ def parse_source(text: str) -> Source:
     raise UsageError(f"{text}: write hf://datasets/OWNER/NAME, hf://OWNER/NAME or an http(s) URL")
 
 
-@dataclass(frozen=True)
-class FileSelection:
-    """Globs over the paths of files in a source. A directory stands for all below it."""
+def list_selected(
+    sources: list[Source], options: FetchOptions, client: HttpClient, stop: threading.Event
+) -> list[RemoteFile]:
+    """The selected files of all sources, in order. Names of files are not checked yet."""
+    found: dict[Source, list[RemoteFile]] = {
+        source: _hub_files(source, options, stop) if isinstance(source, HubSource) else []
+        for source in dict.fromkeys(sources)
+    }
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    def probe(source: WebSource) -> None:
+        found[source] = [probe_file(client, stop, source.text, source.url, source.name)]
 
-    def __contains__(self, path: str) -> bool:
-        is_included = not self.include or _matches(path, self.include)
-        return is_included and not _matches(path, self.exclude)
+    web = [source for source in found if isinstance(source, WebSource) and source.name in options.selection]
+    run_all([partial(probe, source) for source in web], options.workers, stop)
+    selected = [file for files in found.values() for file in files]
+    if not selected:
+        raise UsageError("no file is selected by --include and --exclude")
+    return selected
 
 
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(path, one) or fnmatchcase(path, f"{one.rstrip('/')}/*") for one in patterns)
-
-
-@dataclass(frozen=True)
-class SourceLister:
-    client: HttpClient
-    hub: HubAccess
-    stop: threading.Event
-    revision: str
-    workers: int
-    selection: FileSelection
-
-    def list_files(self, sources: list[Source]) -> list[RemoteFile]:
-        """The selected files of all sources, in order. Names of files are not checked yet."""
-        found: dict[Source, list[RemoteFile]] = {
-            source: self._hub_files(source) if isinstance(source, HubSource) else []
-            for source in dict.fromkeys(sources)
-        }
-
-        def probe(source: WebSource) -> None:
-            found[source] = [probe_file(self.client, self.stop, source.text, source.url, source.name)]
-
-        web = [source for source in found if isinstance(source, WebSource) and source.name in self.selection]
-        run_all([partial(probe, source) for source in web], self.workers, self.stop)
-        selected = [file for files in found.values() for file in files]
-        if not selected:
-            raise UsageError("no file is selected by --include and --exclude")
-        return selected
-
-    def _hub_files(self, source: HubSource) -> list[RemoteFile]:
-        files = list_repository(source, self.revision, self.hub, self.stop)
-        selected = [one for one in files if one.path.removeprefix(f"{source.directory}/") in self.selection]
-        if not selected:
-            raise UsageError(_nothing_selected(source, files))
-        return selected
+def _hub_files(source: HubSource, options: FetchOptions, stop: threading.Event) -> list[RemoteFile]:
+    files = list_repository(source, options, stop)
+    selected = [one for one in files if one.path.removeprefix(f"{source.directory}/") in options.selection]
+    if not selected:
+        raise UsageError(_nothing_selected(source, files))
+    return selected
 
 
 def _nothing_selected(source: HubSource, files: list[RemoteFile]) -> str:

@@ -106,6 +106,15 @@ _LINK_TARGET = re.compile(r"^ {0,3}\[[^\]\n]{1,80}\]:[^\n]*$", re.MULTILINE)
 _ADDRESS = re.compile(r"\]\([^()\s]{1,1000}\)|https?://[^\s<>()\[\]\"'，。；）]{1,1000}")
 _TAG_ALONE = re.compile(r"^[ \t]*</?[A-Za-z][^<>\n]{0,200}>[ \t]*$", re.MULTILINE)
 _MACRO = re.compile(r"\{\{[^{}\n]{0,300}\}\}")
+# In this order, each where its sign is in the text.
+_LEFT_OUT = (
+    ("<", _TAG_ALONE, ""),
+    ("$", _FORMULA, " "),
+    ("]:", _LINK_TARGET, ""),
+    ("](", _ADDRESS, " "),
+    ("http", _ADDRESS, " "),
+    ("{{", _MACRO, " "),
+)
 
 
 def strip_html_comments(text: str) -> str:
@@ -152,16 +161,9 @@ def extract_prose(text: str) -> str:
         text = "".join(split_listings(text)[::2])
     if "<!--" in text:
         text = strip_html_comments(text)
-    if "<" in text:
-        text = _TAG_ALONE.sub("", text)
-    if "$" in text:
-        text = _FORMULA.sub(" ", text)
-    if "]:" in text:
-        text = _LINK_TARGET.sub("", text)
-    if "](" in text or "http" in text:
-        text = _ADDRESS.sub(" ", text)
-    if "{{" in text:
-        text = _MACRO.sub(" ", text)
+    for sign, pattern, instead in _LEFT_OUT:
+        if sign in text:
+            text = pattern.sub(instead, text)
     if "\n\n    " in text or "\n\n\t" in text:
         rest = _INDENTED.sub("", text)
         text = rest if 2 * len(rest) > len(text) else text

@@ -119,11 +119,11 @@ class TextOf(XmlHandler):
 def read_docx(file: IO[bytes], name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     """The text of the body, a line for each paragraph and for each row of a table."""
     package = ZipPackage(file, limits)
-    main = _MainPart()
+    main = _Attributes("Relationship", "Target", ("Type", "/officeDocument"))  # some programs number the body
     if RELATIONS in package:
         parse_xml(package.read(RELATIONS), main)
     body = _Body()
-    parse_xml(package.read(main.path), body)
+    parse_xml(package.read(main.values[-1].removeprefix("/") if main.values else MAIN_PART), body)
     yield from split_text(name, _title(package) or name, body.written.getvalue(), limits)
 
 
@@ -135,16 +135,6 @@ def _title(package: ZipPackage) -> str:
     except (UnreadableFileError, *READ_ERRORS):
         return ""
     return sensible_title(title.found)
-
-
-class _MainPart(XmlHandler):
-    """Where the body is; some programs number it."""
-
-    path = MAIN_PART
-
-    def start(self, name: str, attributes: dict[str, str]) -> None:
-        if name == "Relationship" and attributes.get("Type", "").endswith("/officeDocument"):
-            self.path = attributes.get("Target", self.path).removeprefix("/")
 
 
 class _Body(XmlHandler):
@@ -240,14 +230,15 @@ def _refuse_encrypted(package: ZipPackage, chapters: list[str]) -> None:
 
 
 class _Attributes(XmlHandler):
-    """The values of an attribute of the elements of a name."""
+    """The values of an attribute of the elements of a name, of which another attribute may have to end in some way."""
 
-    def __init__(self, element: str, attribute: str) -> None:
-        self.element, self.attribute = element, attribute
+    def __init__(self, element: str, attribute: str, ending: tuple[str, str] = ("", "")) -> None:
+        self.element, self.attribute, self.ending = element, attribute, ending
         self.values: list[str] = []
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
-        if name == self.element and self.attribute in attributes:
+        other, end = self.ending
+        if name == self.element and self.attribute in attributes and attributes.get(other, "").endswith(end):
             self.values.append(attributes[self.attribute])
 
 

@@ -45,8 +45,6 @@ def detect_encoding(head: bytes, is_complete: bool = False) -> TextEncoding:
         return TextEncoding("ascii")
     if looks_binary(head):
         raise UnreadableFileError("binary, not text")
-    if _is_utf8(head, is_complete):
-        return TextEncoding("utf-8")
     for name in ("utf-8", "gb18030"):
         damaged, read = _count_damaged(head, name, is_complete)
         if damaged <= MAX_DAMAGED_SHARE * read and (name == "utf-8" or _is_chinese(head)):
@@ -62,15 +60,6 @@ def looks_binary(head: bytes) -> bool:
     if any(head.startswith(mark) for mark in BYTE_ORDER_MARKS):
         return False
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > 0.01 * len(head)
-
-
-def _is_utf8(head: bytes, is_complete: bool) -> bool:
-    """Most text is valid UTF-8, and this is the fastest check."""
-    try:
-        codecs.utf_8_decode(head, "strict", is_complete)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _count_damaged(head: bytes, name: str, is_complete: bool) -> tuple[int, int]:

@@ -140,10 +140,7 @@ def _format_from_text(name: str, head: bytes, named: FileFormat | None) -> FileF
 def _json_object_format(text: str, is_json: bool, named: FileFormat | None) -> FileFormat | None:
     """``.json`` is used for one object a line and for one object a file, and JSON lines are found under any name."""
     first, _, rest = text.partition("\n")
-    rest = rest.lstrip()
-    if _is_object(first) and (rest.startswith("{") or (named == "jsonl" and not rest)):
-        return "jsonl"
-    if named == "jsonl":
+    if named == "jsonl" or (_is_object(first) and rest.lstrip().startswith("{")):
         return "jsonl"
     return "json object" if is_json or (named is None and re.match(r'\{\s*"', text)) else None
 

@@ -6,6 +6,7 @@ import csv
 import html
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
@@ -29,18 +30,16 @@ def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator
     head = stream.peek(limits.max_document_characters + 1)
     if len(head) <= limits.max_document_characters:
         yield TextRecord(id=name, title=name, content=decode_text(head))
-        return
-    for number, chunk in enumerate(_split_at_line_ends(decode_stream(stream), limits.max_document_characters)):
-        yield TextRecord(id=f"{name}#{number}", title=name, content=chunk)
+    else:
+        yield from _split_at_line_ends(decode_stream(stream), limits, name, title=name)
 
 
 def split_text(name: str, title: str, text: str, limits: ReadLimits, **others: str | int) -> Iterator[TextRecord]:
     """The text of a file in another format, by the same rule."""
     if len(text) <= limits.max_document_characters:
         yield TextRecord(id=name, title=title, content=text, **others)
-        return
-    for number, chunk in enumerate(_split_at_line_ends(iter([text]), limits.max_document_characters)):
-        yield TextRecord(id=f"{name}#{number}", title=title, content=chunk, **others)
+    else:
+        yield from _split_at_line_ends(iter([text]), limits, name, title=title, **others)
 
 
 def sensible_title(title: str) -> str:
@@ -49,22 +48,17 @@ def sensible_title(title: str) -> str:
     return "" if _NOT_A_TITLE.fullmatch(title) else title[:MAX_TITLE_CHARACTERS]
 
 
-def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
-    waiting: list[str] = []
-    length = 0
-    for block in blocks:
-        waiting.append(block)
-        length += len(block)
-        if length <= size:
-            continue
-        text = "".join(waiting)
-        while len(text) > size:
-            end = text.rfind("\n", size // 2, size) + 1 or size
-            yield text[:end]
-            text = text[end:]
-        waiting, length = [text], len(text)
-    if length:
-        yield "".join(waiting)
+def _split_at_line_ends(
+    blocks: Iterator[str], limits: ReadLimits, name: str, **fields: str | int
+) -> Iterator[TextRecord]:
+    """As many records as it takes, numbered."""
+    size, waiting, number = limits.max_document_characters, "", 0
+    for block in chain(blocks, [""]):
+        waiting += block
+        while len(waiting) > size or (waiting and not block):
+            end = len(waiting) if len(waiting) <= size else waiting.rfind("\n", size // 2, size) + 1 or size
+            yield TextRecord(id=f"{name}#{number}", content=waiting[:end], **fields)
+            waiting, number = waiting[end:], number + 1
 
 
 def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
