@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +137,7 @@ class PackedDataset:
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)
         rows = [conversations, sorted(whole)] if whole else []
-        self.fingerprint = fingerprint([asdict(self.order.describe()), store.fingerprint, seq_len, PACKING, *rows])
+        self.fingerprint = fingerprint([self.order.describe(), store.fingerprint, seq_len, PACKING, *rows])
 
     @classmethod
     def open(

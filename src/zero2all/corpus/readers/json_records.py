@@ -234,7 +234,7 @@ def read_json_object(stream: PeekableStream, limits: ReadLimits) -> Iterator[dic
 
 
 def _find_record_list(text: str) -> int | None:
-    """Where the longest list of objects is in an object that begins so; None if another object follows, or it has none."""
+    """Where the longest list of objects begins in this object; None if another object follows, or it has none."""
     decode = json.JSONDecoder().raw_decode
     with suppress(ValueError, RecursionError):
         if text[decode(text)[1] :].strip():

@@ -113,8 +113,8 @@ DELIMITERS = "\t,;|"
 def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
     """Rows under a header. A row of another length is broken, not shifted."""
     csv.field_size_limit(limits.record_bytes)
-    source = _LineIterator(to_utf8(stream), limits)
-    header_line = next(source, "")
+    lines = _decoded_lines(to_utf8(stream), limits)
+    header_line = next(lines, "")
     delimiter = max(DELIMITERS, key=header_line.count)
     if not header_line.count(delimiter):
         raise UnreadableFileError("table without columns")
@@ -124,9 +124,9 @@ def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, s
         raise UnreadableFileError("table without a header") from error
     if any(not name for name in header[1:]) or len(set(header)) < len(header):
         raise UnreadableFileError("table without a header")
-    rows = csv.reader(source, delimiter=delimiter)
+    rows = csv.reader(lines, delimiter=delimiter)
     while True:
-        place = f"line {source.line_number + 1}"
+        place = f"line {rows.line_num + 2}"  # after the header
         try:
             row = next(rows, None)
         except csv.Error:
@@ -140,16 +140,7 @@ def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, s
             yield BrokenRecord("row that does not fit the header", place, delimiter.join(row))
 
 
-class _LineIterator:
-    """Lines as text for the csv module, which wants their ends kept."""
-
-    def __init__(self, stream: PeekableStream, limits: ReadLimits) -> None:
-        self._lines, self.line_number = iter_lines(stream, limits.record_bytes), 0
-
-    def __iter__(self) -> _LineIterator:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.line_number += 1
-        return "\n" if line is None else line.decode("utf-8", "replace").replace("\0", "")
+def _decoded_lines(stream: PeekableStream, limits: ReadLimits) -> Iterator[str]:
+    """For the csv module, which wants their ends kept."""
+    for line in iter_lines(stream, limits.record_bytes):
+        yield "\n" if line is None else line.decode("utf-8", "replace").replace("\0", "")
