@@ -54,9 +54,7 @@ def test_every_readable_format_gives_its_documents(tmp_path: Path) -> None:
     assert pq.read_schema(next((tmp_path / "out").glob("train/*.parquet"))).equals(SCHEMA)
 
 
-def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_bytes(b'{"text": "better"}\n{"text": \n[1]\n{"other": 5}\n{"text": "  "}\n\xff\xfe\n')
     (raw / "same.jsonl").write_text('{"id": 1, "text": "good"}\n{"id": 1, "text": "good"}\n')
     (raw / "b.tar.gz").write_bytes(b"")
@@ -79,9 +77,7 @@ def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert manifest.sources["s"].quarantine[0] == "a.jsonl line 2: broken JSON"
 
 
-def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
     for number in range(4):
         (raw / f"<{number}>.mobi").write_bytes(b"BOOKMOBI\x00\xff")
@@ -97,10 +93,9 @@ def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path
     assert "<td>broken JSON<td>1<td>a.jsonl</tr>" in page
 
 
-def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("some text")
-    (tmp_path / "raw" / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
+def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("some text")
+    (raw / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     source = f"{{name: s, paths: [{tmp_path / 'raw'}]}}"
     (tmp_path / "my.yaml").write_text(f"out: {tmp_path}\ncorpus: {{filters: [], holdout: 0, sources: [{source}]}}\n")
     for unchanged in ("", " (unchanged)"):
@@ -112,9 +107,7 @@ def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: 
         ]
 
 
-def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path, raw: Path) -> None:
     (raw / "paper.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     (raw / "tiny.txt").write_text("tiny")
     with pytest.raises(Z2aError) as caught:
@@ -135,58 +128,53 @@ def test_a_source_that_gives_nothing_is_a_warning_with_the_reasons(
     assert "corpus source 'b' gave no documents (1 file (format .mobi: b.mobi); convert" in capsys.readouterr().err
 
 
-def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
-    build(tmp_path / "raw", tmp_path / "out", holdout=0)
+def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    build(raw, tmp_path / "out", holdout=0)
     path = tmp_path / "out" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["left_out"]["s"]["record_files"]
     path.write_text(json.dumps(manifest))
-    again, _ = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    again, _ = build(raw, tmp_path / "out", holdout=0)
     assert again.reused
     assert summary_lines(again)[1] == "  skipped: 1 record (broken JSON)"
 
 
-def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
+def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path, raw: Path) -> None:
     validation_ids = []
     for count in (200, 400):
         lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(count)]
-        (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
-        build(tmp_path / "raw", tmp_path / "out", holdout=0.1)
+        (raw / "a.jsonl").write_text("\n".join(lines))
+        build(raw, tmp_path / "out", holdout=0.1)
         table = pq.read_table(tmp_path / "out" / "valid" / "s-00000.parquet")
         validation_ids.append({int(id) for id in table["id"].to_pylist()})
     assert {n for n in validation_ids[1] if n < 200} == validation_ids[0]
     assert 0.05 < len(validation_ids[1]) / 400 < 0.15
 
 
-def test_shards_roll_over_and_keep_every_document(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
-    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, shard_size="3KB")
+def test_shards_roll_over_and_keep_every_document(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
+    manifest, rows = build(raw, tmp_path / "out", holdout=0, shard_size="3KB")
     assert len(manifest.splits["train"]["s"].shards) == 4
     assert sorted(row["content"][:5] for row in rows) == [f"{n:05}" for n in range(100)]
 
 
-def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("one")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
-    assert build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
-    (tmp_path / "raw" / "b.txt").write_text("two")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
+def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("one")
+    assert not build(raw, tmp_path / "out", holdout=0)[0].reused
+    assert build(raw, tmp_path / "out", holdout=0)[0].reused
+    (raw / "b.txt").write_text("two")
+    assert not build(raw, tmp_path / "out", holdout=0)[0].reused
     shard = tmp_path / "out" / "train" / "s-00000.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
-    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    manifest, rows = build(raw, tmp_path / "out", holdout=0)
     assert not manifest.reused
     assert len(rows) == 2
 
 
-def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
+    _, rows = build(raw, tmp_path / "out", holdout=0)
     assert {row["content"] for row in rows} == {"a\ufffdb", "😀"}
 
 
@@ -223,10 +211,8 @@ def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path
     assert sorted(row["content"] for row in rows) == ["keep/a.py", "yes"]
 
 
-def test_names_match_in_any_unicode_form(tmp_path: Path) -> None:
+def test_names_match_in_any_unicode_form(tmp_path: Path, raw: Path) -> None:
     """macOS may list a name in another form than a recipe is written in."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
     for form in ("NFC", "NFD"):
         (raw / f"{unicodedata.normalize(form, 'né')}-{form}.txt").write_text(form)
     (raw / "kept.txt").write_text("kept")
@@ -236,9 +222,7 @@ def test_names_match_in_any_unicode_form(tmp_path: Path) -> None:
         assert [row["content"] for row in rows] == ["kept"]
 
 
-def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_excluded_members_of_archives_are_not_read(tmp_path: Path, raw: Path) -> None:
     with zipfile.ZipFile(raw / "all.zip", "w") as archive, tarfile.open(raw / "all.tar", "w") as tar:
         for name in ("pkg/a.py", "test/b.py"):
             archive.writestr(name, f"zip {name}")
@@ -251,35 +235,33 @@ def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
     assert len(rows) == 4
 
 
-def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> None:
+def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path, raw: Path) -> None:
     question = " ".join(f"word{n}" for n in range(40))
     book = " ".join(f"own{n}" for n in range(5000))
     quote = " ".join(question.split()[:13])
-    (tmp_path / "raw").mkdir()
     texts = {"note": f"A note: {quote}", "book": f"{book} {quote} {book}", "leak": f"{book} {question}"}
     rows = [json.dumps({"id": name, "text": text}) for name, text in texts.items()]
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    (raw / "a.jsonl").write_text("\n".join(rows))
     (tmp_path / "exam.jsonl").write_text(json.dumps({"question": question}))
     for limits, left in (({}, {"book"}), ({"min_hits": 1}, set()), ({"min_hits": 99, "min_share": 0.5}, set(texts))):
         options = {"decontaminate": [str(tmp_path / "exam.jsonl")], "contamination": limits, "holdout": 0}
         if left:
-            _, rows_left = build(tmp_path / "raw", tmp_path / "out", **options)
+            _, rows_left = build(raw, tmp_path / "out", **options)
             assert {row["id"] for row in rows_left} == left
         else:
-            manifest, _ = build(tmp_path / "raw", tmp_path / "out", **options)
+            manifest, _ = build(raw, tmp_path / "out", **options)
             assert manifest.documents == 0
 
 
-def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path) -> None:
+def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path, raw: Path) -> None:
     questions = {name: " ".join(f"{name}{n}" for n in range(40)) for name in ("gsm", "mmlu")}
-    (tmp_path / "raw").mkdir()
     rows = [json.dumps({"id": name, "text": text}) for name, text in {**questions, "own": "text of its own"}.items()]
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    (raw / "a.jsonl").write_text("\n".join(rows))
     for name, question in questions.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "test.jsonl").write_text(json.dumps({"question": question}))
     sets = [str(tmp_path / name / "test.jsonl") for name in questions]
-    _, left = build(tmp_path / "raw", tmp_path / "out", decontaminate=sets, holdout=0)
+    _, left = build(raw, tmp_path / "out", decontaminate=sets, holdout=0)
     assert {row["id"] for row in left} == {"own"}
 
 
@@ -292,32 +274,29 @@ def test_files_that_look_the_same_are_two(tmp_path: Path) -> None:
     assert sorted(row["content"] for row in rows) == ["text of en", "text of zh"]
 
 
-def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path) -> None:
+def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path, raw: Path) -> None:
     text = " ".join(f"word{n * n % 977}" for n in range(400))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, dedup={"near": True})
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
+    _, rows = build(raw, tmp_path / "out", holdout=0, dedup={"near": True})
     assert len(rows) == 1
 
 
-def test_a_retrained_quality_model_is_noticed(tmp_path: Path) -> None:
+def test_a_retrained_quality_model_is_noticed(tmp_path: Path, raw: Path) -> None:
     good = [f"The river had been rising since noon, and field {n} was gone by evening." for n in range(40)]
     bad = [f"BUY NOW !!! cheap pills at www.spam{n}.cn CLICK HERE" for n in range(40)]
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
     filters = [{"name": "quality_score", "model": str(tmp_path / "model")}]
     for sides, left in (((good, bad), good[0]), ((bad, good), bad[0])):
         train_quality_model(*sides, tmp_path / "model")
-        manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
+        manifest, rows = build(raw, tmp_path / "out", holdout=0, filters=filters)
         assert not manifest.reused
         assert [row["content"] for row in rows] == [left]
 
 
-def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("some text")
+def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("some text")
     with pytest.raises(Z2aError, match="no document is left of 0 files"):
-        build(tmp_path / "raw", tmp_path / "out", source={"exclude": ["*"]})
+        build(raw, tmp_path / "out", source={"exclude": ["*"]})
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,11 +306,9 @@ def test_documents_inside_archives_are_read_and_archives_are_not(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["a.pdf", "a.epub", "a.7z", "a.rar"])
 def test_without_the_extra_the_file_and_the_remedy_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     files = {"a.pdf": make.make_pdf([["text"]]), "a.epub": make.make_epub({"a": page("x")}), "a.rar": make.make_rar({})}
-    raw = tmp_path / "raw"
-    raw.mkdir()
     (raw / name).write_bytes(files.get(name, b"7z\xbc\xaf\x27\x1c" + bytes(26)))
     (raw / "b.txt").write_text("text that stays in the corpus")
     (raw / "rows.jsonl").write_text("{}\n{\n[]\n" * 3 + '{"text": "' + "[" * 9 + '"}\n')
@@ -407,10 +405,10 @@ def error_of_reading(directory: Path, name: str, data: bytes, limits: ReadLimits
 
 @needs_libarchive
 @pytest.mark.parametrize("all_hostile", [False, pytest.param(True, marks=pytest.mark.long)])  # these run into limits
-def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(tmp_path: Path, all_hostile: bool) -> None:
+def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(
+    tmp_path: Path, raw: Path, all_hostile: bool
+) -> None:
     pytest.importorskip("resiliparse")
-    raw = tmp_path / "raw"
-    raw.mkdir()
     good = make.every_format()
     assert set(good) == set(get_args(FileFormat))
     hostile = make.hostile_files(mib=16 if all_hostile else 4)

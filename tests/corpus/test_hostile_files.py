@@ -51,9 +51,7 @@ def files_left_out(manifest: BuiltCorpus) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(20)
-def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path, raw: Path) -> None:
     (raw / "good.txt").write_text(TEXT)
     os.mkfifo(raw / "pipe.txt")
     (raw / "null.txt").symlink_to("/dev/null")
@@ -103,11 +101,9 @@ def nested(depth: int) -> str:
 
 @pytest.mark.parametrize("depth", [250, 990, 1010, 1020, 1100, 5000])
 def test_nesting_too_deep_breaks_one_record_in_every_reader(
-    tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", 1 << 16)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     deep, fine = f'{{"text": "deep", "x": {nested(depth)}}}', '{"text": "NAME", "x": [[1]]}'
     (raw / "lines.jsonl").write_text(f"{deep}\n{nested(depth)}\n" + fine.replace("NAME", "a line"))
     (raw / "array.json").write_text(f"[{fine.replace('NAME', 'first element')}, {deep}]")
@@ -226,9 +222,7 @@ def test_small_text_does_not_vouch_for_another_column_with_the_same_path(tmp_pat
         assert set(chosen.dictionaries) == {metadata.schema.column(0).path}
 
 
-def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path, raw: Path) -> None:
     with pq.ParquetWriter(raw / "a.parquet", pa.schema([("text", pa.string())]), compression="zstd") as writer:
         writer.write_table(pa.table({"text": ["before"]}))
         writer.write_table(pa.table({"text": [MEGABYTE] * ROWS}))
@@ -339,11 +333,9 @@ DIGITS = "1" * 5000  # Python reads numbers of 4300 digits
 
 @pytest.mark.parametrize("small", [1 << 16, 10])  # the second is for the streaming parser
 def test_a_number_too_long_is_broken_json_in_every_reader(
-    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", small)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     bad, good = f'{{"text": "bad", "n": -{DIGITS}}}', '{"text": "good"}'
     (raw / "lines.jsonl").write_text(f"{bad}\n{good}\n")
     (raw / "array.json").write_text(f"[{good}, {bad}]")
@@ -358,10 +350,8 @@ def test_a_number_too_long_is_broken_json_in_every_reader(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
-    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     pq.write_table(pa.table({"text": ["a row"]}), raw / "cut.parquet")
     for name in ("good", "gone", "grown", "shorter"):
         (raw / f"{name}.jsonl").write_text(f'{{"text": "first of {name}"}}\n{{"text": "second of {name}"}}\n')
@@ -424,10 +414,8 @@ class KillingFile(RawFile):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     for number in range(6):
         (raw / f"{number}.jsonl").write_text(f'{{"text": "text of {number}"}}\n')
     listed = build.list_files

@@ -147,11 +147,10 @@ def test_what_cannot_be_split_stays_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_bytes(b"\n".join(lines_of(400, random.Random(1))))
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(tmp_path / "raw")])], filters=[], holdout=0)
+    (raw / "a.jsonl").write_bytes(b"\n".join(lines_of(400, random.Random(1))))
+    recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(raw)])], filters=[], holdout=0)
     whole = build_corpus(recipe, tmp_path / "whole")
     monkeypatch.setattr(records, "FILE_RANGE_BYTES", 20_000)
     built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpus.document_files import make_tar
+from tests.corpus.document_files import make_tar, zip_of
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -70,14 +70,6 @@ def packed(data: bytes, compression: str) -> bytes:
         stream.write(data)
     whole: bytes = sink.getvalue().to_pybytes()
     return whole
-
-
-def zip_of(members: dict[str, bytes]) -> bytes:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return sink.getvalue()
 
 
 SHAPES = {
