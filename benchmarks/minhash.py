@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 from benchmarks.common import benchmark_parser, cpu_seconds, show_json, take_turns
 from datasketch import MinHash
 
-from zero2all.corpus.dedup.minhash import band_hashes, minhash_signatures
 from zero2all.corpus.dedup.near import SIGNATURE_CHARACTERS, shingle_hashes
-from zero2all.corpus.dedup.params import DedupParams
+from zero2all.corpus.dedup.shingles import band_hashes, minhash_signatures
+from zero2all.corpus.dedup.shuffle import DedupParams
 
 FIELDS = ("text", "content", "markdown", "body", "answer", "code")
 PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")

@@ -23,11 +23,10 @@ import numpy as np
 from benchmarks.common import benchmark_parser, peak_bytes, show_json
 
 from zero2all.corpus.dedup.drops import DROP_DTYPE
-from zero2all.corpus.dedup.duplicates import find_near_duplicates
-from zero2all.corpus.dedup.minhash import band_hashes, pack_sketches
 from zero2all.corpus.dedup.near import band_dtype, band_rows, node_dtype
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shuffle import GID_DTYPE, load_rows, save_sorted
+from zero2all.corpus.dedup.shingles import band_hashes, pack_sketches
+from zero2all.corpus.dedup.shuffle import GID_DTYPE, DedupParams, load_rows, save_sorted
+from zero2all.corpus.dedup.stage import find_near_duplicates
 
 SHARD_DOCUMENTS = 100_000
 COPY_SHARE, CHANGED_SLOTS = 0.1, 0.05

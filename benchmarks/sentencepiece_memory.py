@@ -17,7 +17,7 @@ import numpy as np
 import sentencepiece
 from benchmarks.common import benchmark_parser, command, peak_bytes, read_child, show
 
-from zero2all.tokenizer.train_sentencepiece import TRAINER_OPTIONS, split_lines
+from zero2all.tokenizer.sentencepiece_vocabulary import TRAINER_OPTIONS, split_lines
 
 
 def lines(paths: list[Path], limit: int) -> Iterator[str]:

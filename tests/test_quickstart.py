@@ -9,8 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from tests.conftest import CHINESE
-from zero2all.corpus.corpus_report import corpus_report
-from zero2all.corpus.corpus_report_page import report_html
+from zero2all.corpus.corpus_report import corpus_report, report_html
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
 from zero2all.quickstart import QuickstartResult, Sample, quickstart, quickstart_recipe, summary_text

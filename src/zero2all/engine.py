@@ -54,10 +54,8 @@ class Engine:
         tasks: Sequence[tuple[Any, ...]],
         on_done: Callable[[int], None] = lambda number: None,
         instead: Instead | None = None,
-        on_result: Callable[[TaskResult], None] = lambda result: None,
     ) -> list[TaskResult]:
-        """Results in the order of the tasks; ``on_result`` and ``on_done(number)`` are called as each one ends, in any
-        order.
+        """Results in the order of the tasks; ``on_done(number)`` is called as each one ends, in any order.
 
         A local worker that dies is replaced, and its task is tried again. If that kills a worker of its own too, the
         task that ``instead`` makes of it is run in its place; without ``instead`` that is an error.
@@ -65,7 +63,6 @@ class Engine:
         results: dict[int, TaskResult] = {}
         for number, result in self._run_unordered(function, tasks, instead):
             results[number] = result
-            on_result(result)
             on_done(number)
         return [results[number] for number in range(len(tasks))]
 

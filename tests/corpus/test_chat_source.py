@@ -99,10 +99,9 @@ def test_every_shape_gives_the_same_messages(shape: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_conversation_a_file_is_not_taken_for_a_list_of_records(shape: str, tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "one.json").write_text(json.dumps(SHAPES[shape](TURNS) | {"tools": TOOLS * 9}, indent=1))
-    _, (row,) = build(tmp_path, [], paths=[str(tmp_path / "raw")])
+def test_one_conversation_a_file_is_not_taken_for_a_list_of_records(shape: str, tmp_path: Path, raw: Path) -> None:
+    (raw / "one.json").write_text(json.dumps(SHAPES[shape](TURNS) | {"tools": TOOLS * 9}, indent=1))
+    _, (row,) = build(tmp_path, [], paths=[str(raw)])
     assert messages(row) == TURNS
 
 
@@ -196,11 +195,10 @@ def test_malformed_conversations_are_counted_by_reason(tmp_path: Path) -> None:
     assert "chat.jsonl#5: unknown role" in built.sources["chat"].quarantine
 
 
-def test_a_text_file_beside_conversations_is_counted_and_not_read_as_one(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "README.md").write_text("What these conversations are about.")
+def test_a_text_file_beside_conversations_is_counted_and_not_read_as_one(tmp_path: Path, raw: Path) -> None:
+    (raw / "README.md").write_text("What these conversations are about.")
     with pytest.raises(Z2aError, match="no conversation in it"):
-        build(tmp_path, [], paths=[str(tmp_path / "raw")])
+        build(tmp_path, [], paths=[str(raw)])
 
 
 def test_a_text_source_says_that_its_records_are_conversations(tmp_path: Path) -> None:
@@ -257,9 +255,8 @@ def many(count: int) -> list[Row]:
 
 def test_a_rebuild_gives_the_same_bytes(tmp_path: Path) -> None:
     records = many(60)
-    options = {"holdout": 0.2, "dedup": {"boilerplate": True}}
+    options = {"holdout": 0.2}
     one, first = build(tmp_path / "a", records, options=options)
-    # A line that all share is no boilerplate.
     assert all(row["content"].startswith("You are a helpful") and len(messages(row)) == 3 for row in first)
     assert {row["data_src"] for row in first} == {"chat"}
     assert one.splits["valid"]["chat"].documents

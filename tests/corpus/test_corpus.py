@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
 import tarfile
 import unicodedata
 import zipfile
@@ -18,13 +17,9 @@ from typer.testing import CliRunner
 
 from zero2all.cli.corpus import app
 from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
-from zero2all.corpus.corpus_report import corpus_report
-from zero2all.corpus.corpus_report_page import report_html
-from zero2all.corpus.filters import DEFAULT_FILTERS
+from zero2all.corpus.corpus_report import corpus_report, report_html
 from zero2all.corpus.filters.quality_classifier import train_quality_model
-from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import host_id
+from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
@@ -59,9 +54,7 @@ def test_every_readable_format_gives_its_documents(tmp_path: Path) -> None:
     assert pq.read_schema(next((tmp_path / "out").glob("train/*.parquet"))).equals(SCHEMA)
 
 
-def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_bytes(b'{"text": "better"}\n{"text": \n[1]\n{"other": 5}\n{"text": "  "}\n\xff\xfe\n')
     (raw / "same.jsonl").write_text('{"id": 1, "text": "good"}\n{"id": 1, "text": "good"}\n')
     (raw / "b.tar.gz").write_bytes(b"")
@@ -84,9 +77,7 @@ def test_what_is_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert manifest.sources["s"].quarantine[0] == "a.jsonl line 2: broken JSON"
 
 
-def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
     for number in range(4):
         (raw / f"<{number}>.mobi").write_bytes(b"BOOKMOBI\x00\xff")
@@ -102,10 +93,9 @@ def test_skipped_files_are_named_in_the_summary_and_in_the_report(tmp_path: Path
     assert "<td>broken JSON<td>1<td>a.jsonl</tr>" in page
 
 
-def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("some text")
-    (tmp_path / "raw" / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
+def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("some text")
+    (raw / "b.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     source = f"{{name: s, paths: [{tmp_path / 'raw'}]}}"
     (tmp_path / "my.yaml").write_text(f"out: {tmp_path}\ncorpus: {{filters: [], holdout: 0, sources: [{source}]}}\n")
     for unchanged in ("", " (unchanged)"):
@@ -117,9 +107,7 @@ def test_the_command_prints_for_each_source_what_was_kept_and_skipped(tmp_path: 
         ]
 
 
-def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_an_empty_corpus_names_what_was_skipped_and_dropped(tmp_path: Path, raw: Path) -> None:
     (raw / "paper.mobi").write_bytes(b"BOOKMOBI\x00\xff")
     (raw / "tiny.txt").write_text("tiny")
     with pytest.raises(Z2aError) as caught:
@@ -140,91 +128,54 @@ def test_a_source_that_gives_nothing_is_a_warning_with_the_reasons(
     assert "corpus source 'b' gave no documents (1 file (format .mobi: b.mobi); convert" in capsys.readouterr().err
 
 
-def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
-    build(tmp_path / "raw", tmp_path / "out", holdout=0)
+def test_a_manifest_without_the_files_of_skipped_records_is_read(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    build(raw, tmp_path / "out", holdout=0)
     path = tmp_path / "out" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["left_out"]["s"]["record_files"]
     path.write_text(json.dumps(manifest))
-    again, _ = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    again, _ = build(raw, tmp_path / "out", holdout=0)
     assert again.reused
     assert summary_lines(again)[1] == "  skipped: 1 record (broken JSON)"
 
 
-@pytest.mark.parametrize("own_ids", [True, False])
-def test_gid_does_not_depend_on_the_order_of_arrival(tmp_path: Path, own_ids: bool) -> None:
-    lines = [json.dumps({"text": f"text {n}"} | ({"id": n} if own_ids else {})) for n in range(50)]
-    gids = []
-    for name, order in (("x", lines), ("y", lines[::-1])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.jsonl").write_text("\n".join(order))
-        _, rows = build(tmp_path / name, tmp_path / f"out-{name}")
-        gids.append({row["gid"]: row["content"] for row in rows})
-    assert gids[0] == gids[1]
-    assert len(gids[0]) == 50
-
-
-def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
+def test_growing_a_corpus_moves_no_document_across_the_split(tmp_path: Path, raw: Path) -> None:
     validation_ids = []
     for count in (200, 400):
         lines = [json.dumps({"id": n, "text": f"text {n}"}) for n in range(count)]
-        (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
-        build(tmp_path / "raw", tmp_path / "out", holdout=0.1)
+        (raw / "a.jsonl").write_text("\n".join(lines))
+        build(raw, tmp_path / "out", holdout=0.1)
         table = pq.read_table(tmp_path / "out" / "valid" / "s-00000.parquet")
         validation_ids.append({int(id) for id in table["id"].to_pylist()})
     assert {n for n in validation_ids[1] if n < 200} == validation_ids[0]
     assert 0.05 < len(validation_ids[1]) / 400 < 0.15
 
 
-def test_shards_roll_over_and_keep_every_document(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
-    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, shard_size="3KB")
+def test_shards_roll_over_and_keep_every_document(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{n:05}" * 20}) for n in range(100)))
+    manifest, rows = build(raw, tmp_path / "out", holdout=0, shard_size="3KB")
     assert len(manifest.splits["train"]["s"].shards) == 4
     assert sorted(row["content"][:5] for row in rows) == [f"{n:05}" for n in range(100)]
 
 
-def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("one")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
-    assert build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
-    (tmp_path / "raw" / "b.txt").write_text("two")
-    assert not build(tmp_path / "raw", tmp_path / "out", holdout=0)[0].reused
+def test_a_rerun_reads_only_what_changed_and_notices_damage(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("one")
+    assert not build(raw, tmp_path / "out", holdout=0)[0].reused
+    assert build(raw, tmp_path / "out", holdout=0)[0].reused
+    (raw / "b.txt").write_text("two")
+    assert not build(raw, tmp_path / "out", holdout=0)[0].reused
     shard = tmp_path / "out" / "train" / "s-00000.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
-    manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+    manifest, rows = build(raw, tmp_path / "out", holdout=0)
     assert not manifest.reused
     assert len(rows) == 2
 
 
-def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0)
+def test_half_a_surrogate_pair_in_json_does_not_stop_the_build(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
+    _, rows = build(raw, tmp_path / "out", holdout=0)
     assert {row["content"] for row in rows} == {"a\ufffdb", "😀"}
-
-
-def test_nothing_of_the_users_is_ever_replaced(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("the only copy")
-    with pytest.raises(UsageError, match="something else"):
-        build(tmp_path / "raw", tmp_path / "raw")
-    assert (tmp_path / "raw" / "a.txt").read_text() == "the only copy"
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("one")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    (tmp_path / f".out.partial-{host_id()}-{gone.pid}-00000000" / "train").mkdir(parents=True)
-    build(tmp_path / "raw", tmp_path / "out", holdout=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.work", "raw"]
 
 
 def test_unusual_files_and_names_never_stop_a_build(tmp_path: Path) -> None:
@@ -260,10 +211,8 @@ def test_excluded_and_hidden_files_are_not_read_and_fields_can_be_named(tmp_path
     assert sorted(row["content"] for row in rows) == ["keep/a.py", "yes"]
 
 
-def test_names_match_in_any_unicode_form(tmp_path: Path) -> None:
+def test_names_match_in_any_unicode_form(tmp_path: Path, raw: Path) -> None:
     """macOS may list a name in another form than a recipe is written in."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
     for form in ("NFC", "NFD"):
         (raw / f"{unicodedata.normalize(form, 'né')}-{form}.txt").write_text(form)
     (raw / "kept.txt").write_text("kept")
@@ -273,9 +222,7 @@ def test_names_match_in_any_unicode_form(tmp_path: Path) -> None:
         assert [row["content"] for row in rows] == ["kept"]
 
 
-def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_excluded_members_of_archives_are_not_read(tmp_path: Path, raw: Path) -> None:
     with zipfile.ZipFile(raw / "all.zip", "w") as archive, tarfile.open(raw / "all.tar", "w") as tar:
         for name in ("pkg/a.py", "test/b.py"):
             archive.writestr(name, f"zip {name}")
@@ -288,54 +235,33 @@ def test_excluded_members_of_archives_are_not_read(tmp_path: Path) -> None:
     assert len(rows) == 4
 
 
-def test_boilerplate_lines_leave_the_published_documents(tmp_path: Path) -> None:
-    footer = "This article was first published in the weekly letter of the society."
-    (tmp_path / "raw").mkdir()
-    lines = [json.dumps({"id": n, "text": f"Text number {n} is its own.\n{footer}"}) for n in range(40)]
-    lines.append(json.dumps({"id": 40, "text": footer}))
-    lines.append(json.dumps({"id": 41, "category": "code", "text": f"# {footer}\nx = 1\n{footer}"}))
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(lines))
-    kept = {}
-    for name, boilerplate in (("as it is", False), ("stripped", True)):
-        _, rows = build(tmp_path / "raw", tmp_path / name, holdout=0, dedup={"boilerplate": boilerplate})
-        kept[name] = {int(row["id"]): (row["gid"], row["content"]) for row in rows}
-    assert all(footer in content for _, content in kept["as it is"].values())
-    assert set(kept["as it is"]) - set(kept["stripped"]) == {40}  # there was nothing else in it
-    for number in range(40):
-        gid, content = kept["stripped"][number]
-        assert (gid, content) == (kept["as it is"][number][0], f"Text number {number} is its own.")
-    assert kept["stripped"][41] == kept["as it is"][41]
-
-
-def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path) -> None:
+def test_evaluation_text_goes_by_the_limits_of_the_recipe(tmp_path: Path, raw: Path) -> None:
     question = " ".join(f"word{n}" for n in range(40))
     book = " ".join(f"own{n}" for n in range(5000))
     quote = " ".join(question.split()[:13])
-    (tmp_path / "raw").mkdir()
     texts = {"note": f"A note: {quote}", "book": f"{book} {quote} {book}", "leak": f"{book} {question}"}
     rows = [json.dumps({"id": name, "text": text}) for name, text in texts.items()]
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    (raw / "a.jsonl").write_text("\n".join(rows))
     (tmp_path / "exam.jsonl").write_text(json.dumps({"question": question}))
     for limits, left in (({}, {"book"}), ({"min_hits": 1}, set()), ({"min_hits": 99, "min_share": 0.5}, set(texts))):
         options = {"decontaminate": [str(tmp_path / "exam.jsonl")], "contamination": limits, "holdout": 0}
         if left:
-            _, rows_left = build(tmp_path / "raw", tmp_path / "out", **options)
+            _, rows_left = build(raw, tmp_path / "out", **options)
             assert {row["id"] for row in rows_left} == left
         else:
-            manifest, _ = build(tmp_path / "raw", tmp_path / "out", **options)
+            manifest, _ = build(raw, tmp_path / "out", **options)
             assert manifest.documents == 0
 
 
-def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path) -> None:
+def test_evaluation_sets_of_the_same_name_all_count(tmp_path: Path, raw: Path) -> None:
     questions = {name: " ".join(f"{name}{n}" for n in range(40)) for name in ("gsm", "mmlu")}
-    (tmp_path / "raw").mkdir()
     rows = [json.dumps({"id": name, "text": text}) for name, text in {**questions, "own": "text of its own"}.items()]
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(rows))
+    (raw / "a.jsonl").write_text("\n".join(rows))
     for name, question in questions.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "test.jsonl").write_text(json.dumps({"question": question}))
     sets = [str(tmp_path / name / "test.jsonl") for name in questions]
-    _, left = build(tmp_path / "raw", tmp_path / "out", decontaminate=sets, holdout=0)
+    _, left = build(raw, tmp_path / "out", decontaminate=sets, holdout=0)
     assert {row["id"] for row in left} == {"own"}
 
 
@@ -348,64 +274,29 @@ def test_files_that_look_the_same_are_two(tmp_path: Path) -> None:
     assert sorted(row["content"] for row in rows) == ["text of en", "text of zh"]
 
 
-def test_a_long_text_file_passes_the_default_filters(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    text = "".join(f"Line {n} of a book that is longer than any one document should be.\n" for n in range(300_000))
-    (tmp_path / "raw" / "book.txt").write_text(text)
-    filters = [spec for spec in DEFAULT_FILTERS if spec["name"] == "too_long"]
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
-    assert len(rows) > 1
-    assert sum(len(row["content"]) for row in rows) >= len(text) - len(rows)
-
-
-def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path) -> None:
+def test_near_duplicates_of_a_text_that_occurs_twice_are_found(tmp_path: Path, raw: Path) -> None:
     text = " ".join(f"word{n * n % 977}" for n in range(400))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
-    _, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, dedup={"near": True})
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (text, text, text + " tail")))
+    _, rows = build(raw, tmp_path / "out", holdout=0, dedup={"near": True})
     assert len(rows) == 1
 
 
-def test_a_retrained_quality_model_is_noticed(tmp_path: Path) -> None:
+def test_a_retrained_quality_model_is_noticed(tmp_path: Path, raw: Path) -> None:
     good = [f"The river had been rising since noon, and field {n} was gone by evening." for n in range(40)]
     bad = [f"BUY NOW !!! cheap pills at www.spam{n}.cn CLICK HERE" for n in range(40)]
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
+    (raw / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in (good[0], bad[0])))
     filters = [{"name": "quality_score", "model": str(tmp_path / "model")}]
     for sides, left in (((good, bad), good[0]), ((bad, good), bad[0])):
         train_quality_model(*sides, tmp_path / "model")
-        manifest, rows = build(tmp_path / "raw", tmp_path / "out", holdout=0, filters=filters)
+        manifest, rows = build(raw, tmp_path / "out", holdout=0, filters=filters)
         assert not manifest.reused
         assert [row["content"] for row in rows] == [left]
 
 
-def test_a_path_with_nothing_there_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing at"):
-        build(tmp_path / "none", tmp_path / "out")
-
-
-def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text("some text")
+def test_a_source_of_which_everything_is_excluded_is_an_error_a_person_can_act_on(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("some text")
     with pytest.raises(Z2aError, match="no document is left of 0 files"):
-        build(tmp_path / "raw", tmp_path / "out", source={"exclude": ["*"]})
-
-
-def test_shared_corpus_is_read_or_reported(shared_corpus: Path, tmp_path: Path) -> None:
-    """Counts of the corpus's own table. tests/corpus/test_readers.py has the differences file by file."""
-    sources = [SourceRecipe(name=name, paths=[str(shared_corpus / name)]) for name in ("zh", "en", "code")]
-    manifest = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out", Engine(workers=2))
-    read = {name: account.read.documents for name, account in manifest.sources.items()}
-    # 史记.txt is one document here and 130 chapters in the table; 541 articles of wiki_60 have a title and no text.
-    assert read["zh"] == 28_197 - 129 - 541
-    assert read["en"] == 7_431
-    # LICENSES.txt is one document of 14 texts; the archives hold 1 and 18 licences that the table does not count.
-    assert read["code"] == 2_615 - 13 + 1 + 18
-    assert manifest.left_out["zh"].documents == {"no text in it": 541}
-    assert not any(part.files for part in manifest.left_out.values())
-    accounts = [account.dropped for account in manifest.sources.values()]
-    dropped = [part.documents for account in accounts for part in account.values()]
-    assert manifest.documents == sum(read.values()) - sum(dropped)
+        build(raw, tmp_path / "out", source={"exclude": ["*"]})
 
 
 def test_a_small_build_is_not_worth_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

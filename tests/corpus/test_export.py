@@ -17,7 +17,6 @@ from zero2all.corpus import build_corpus, corpus_export
 from zero2all.corpus.corpus_export import ExportOptions, export_documents
 from zero2all.corpus.ingest import document_texts
 from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
 from zero2all.io import sha256_file
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
@@ -111,15 +110,6 @@ def test_a_failed_export_leaves_what_was_there(
         export_documents(documents, tmp_path / "out", ExportOptions("text"))
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_other_directories_are_neither_exported_nor_replaced(documents: Path, tmp_path: Path) -> None:
-    with pytest.raises(Z2aError, match="z2a corpus build"):
-        export_documents(tmp_path, tmp_path / "out")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(UsageError, match="contains something else"):
-        export_documents(documents, tmp_path / "mine")
 
 
 def test_what_is_exported_can_be_a_source(documents: Path, tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from tests.corpus.test_fetch import entries, files_in, quick  # noqa: F401
 from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files, list_files
-from zero2all.corpus.fetch import hub as hub_module
-from zero2all.corpus.fetch.hub import HubSource
-from zero2all.corpus.fetch.sources import FileSelection
+from zero2all.corpus.fetch import sources as hub_module
+from zero2all.corpus.fetch.sources import FileSelection, HubSource
 from zero2all.engine import Engine
 from zero2all.errors import UsageError, Z2aError
 from zero2all.http_client import HttpClient
@@ -234,14 +233,6 @@ def test_files_in_hidden_directories_are_left_out(
     assert "3 files in hidden directories are left out: stories/.git/hooks/post-checkout" in capsys.readouterr().err
     with pytest.raises(UsageError, match="in hidden directories"):
         fetch(hub, tmp_path, selection=select(include=(".git",)))
-
-
-def test_names_of_devices_are_plain_files(hub: FakeHub, tmp_path: Path) -> None:
-    names = ["NUL", "con.txt", "aux/COM1", "dev/null", "~root", "-rf", "$HOME", "…", "a'b\"c"]
-    for name in names:
-        hub.add_file(name, Content(500))
-    fetch(hub, tmp_path)
-    assert sorted(files_in(tmp_path)) == sorted(f"stories/{name}" for name in names)
 
 
 def test_a_file_and_a_directory_of_one_name_are_refused(hub: FakeHub, tmp_path: Path) -> None:

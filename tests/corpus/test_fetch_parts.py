@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import email.utils
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from zero2all import http_client
 from zero2all.corpus.fetch.download import PartialFile, run_all
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.http_client import Backoff, HttpError, Stopped, TransientError
+from zero2all.http_client import HttpError
 
 
 def remote(**changes: Any) -> RemoteFile:
@@ -71,67 +68,11 @@ def test_more_bytes_than_the_file_has_are_discarded(tmp_path: Path) -> None:
         assert stream.tell() == 0
 
 
-class Waits(threading.Event):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout or 0.0)
-        return False
-
-
-def test_waits_grow_and_end() -> None:
-    waits = Waits()
-    backoff = Backoff("a", waits)
-    for _ in range(http_client.MAX_FAILURES - 1):
-        backoff.wait(TransientError("x"))
-    assert all(0.25 * 2**n <= seconds <= 0.5 * 2**n for n, seconds in enumerate(waits.seconds))
-    with pytest.raises(HttpError, match="a: x, 6 times in a row"):
-        backoff.wait(TransientError("x"))
-
-
-def test_progress_starts_the_count_over() -> None:
-    waits = Waits()
-    backoff = Backoff("a", waits)
-    for _ in range(10):
-        backoff.wait(TransientError("x"))
-        backoff.wait(TransientError("x"), has_progressed=True)
-    assert waits.seconds[1::2] == [0.0] * 10
-
-
-def test_a_server_may_ask_for_a_wait() -> None:
-    waits = Waits()
-    Backoff("a", waits).wait(TransientError("x", retry_after=17.0))
-    assert waits.seconds == [17.0]
-
-    def asked(text: str) -> float | None:
-        return http_client.retry_after(httpx2.Response(429, headers={"Retry-After": text}))
-
-    assert asked("120") == 120.0
-    assert asked("soon") is None
-    assert asked("") is None
-    assert 50 < (asked(email.utils.formatdate(time.time() + 60, usegmt=True)) or 0) <= 61
-
-
-def test_a_wait_ends_when_the_command_does() -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(Stopped):
-        Backoff("a", stop).wait(TransientError("x", retry_after=200.0))
-
-
 def test_a_redirect_does_not_leave_encryption() -> None:
     with pytest.raises(HttpError, match="from https:// to http://"):
         http_client._check_redirect("https://a/x", "http://a/x")
     http_client._check_redirect("http://a/x", "https://b/y?z=1#part")
     http_client._check_redirect("https://a/x/y", "z")
-
-
-def test_all_jobs_are_run() -> None:
-    ran: list[int] = []
-    run_all([partial(ran.append, number) for number in range(100)], 8, threading.Event())
-    assert sorted(ran) == list(range(100))
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, IndexError])

@@ -15,7 +15,7 @@ from zero2all.corpus.generate import GenerateOptions, generate_conversations
 from zero2all.endpoint import API_KEY
 from zero2all.errors import UsageError, Z2aError
 
-WORDS = (
+WORDS = [
     "river",
     "engine",
     "violin",
@@ -28,7 +28,7 @@ WORDS = (
     "market",
     "forest",
     "candle",
-)
+]
 
 
 class Endpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.corpus import BuiltCorpus, build, build_corpus
+from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files
 from zero2all.corpus.readers import (
     BrokenRecord,
     RawFile,
@@ -50,9 +51,7 @@ def files_left_out(manifest: BuiltCorpus) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(20)
-def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path, raw: Path) -> None:
     (raw / "good.txt").write_text(TEXT)
     os.mkfifo(raw / "pipe.txt")
     (raw / "null.txt").symlink_to("/dev/null")
@@ -102,11 +101,9 @@ def nested(depth: int) -> str:
 
 @pytest.mark.parametrize("depth", [250, 990, 1010, 1020, 1100, 5000])
 def test_nesting_too_deep_breaks_one_record_in_every_reader(
-    tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", 1 << 16)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     deep, fine = f'{{"text": "deep", "x": {nested(depth)}}}', '{"text": "NAME", "x": [[1]]}'
     (raw / "lines.jsonl").write_text(f"{deep}\n{nested(depth)}\n" + fine.replace("NAME", "a line"))
     (raw / "array.json").write_text(f"[{fine.replace('NAME', 'first element')}, {deep}]")
@@ -135,12 +132,6 @@ def test_deep_records_do_not_stop_sniffing_or_decontamination(tmp_path: Path) ->
     source = SourceRecipe(name="raw", paths=[str(tmp_path / "text.txt")])
     recipe = CorpusRecipe(sources=[source], filters=[], holdout=0, decontaminate=[str(tmp_path / "a.jsonl")])
     assert build_corpus(recipe, tmp_path / "documents").documents == 1
-
-
-def test_nesting_that_is_usual_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(f'{{"text": "fine", "x": {nested(150)}}}\n')
-    built(tmp_path / "a.jsonl", tmp_path / "documents")
-    assert contents(tmp_path / "documents") == {"fine"}
 
 
 MEGABYTE = "x" * (1 << 20)
@@ -193,61 +184,6 @@ def test_parquet_that_decodes_to_far_more_than_its_size_stays_small_in_memory(tm
     assert reasons == expected.get(kind, ["unpacks to more than 100 times its size"])
 
 
-@pytest.fixture
-def parquet_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
-    """Of every read of a row group: the columns read as dictionaries, and the largest batch in bytes."""
-    reads: list[tuple[list[str], int]] = []
-
-    class Watched(pq.ParquetFile):
-        def iter_batches(self, *args: Any, **kwargs: Any) -> Any:
-            largest, kinds = 0, {}
-            for batch in super().iter_batches(*args, **kwargs):
-                largest = max(largest, batch.get_total_buffer_size())
-                kinds = dict(zip(batch.schema.names, batch.schema.types, strict=True))
-                yield batch
-            reads.append(([name for name, kind in kinds.items() if "dictionary" in str(kind)], largest))
-
-    monkeypatch.setattr(pq, "ParquetFile", Watched)
-    return reads
-
-
-@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"version": "1.0"}])
-def test_ordinary_text_is_not_read_as_dictionaries(
-    tmp_path: Path, parquet_reads: list[tuple[list[str], int]], options: dict[str, Any]
-) -> None:
-    texts = [None, *(f"{n} {n * n} " * (200 + n % 50) for n in range(5999))]
-    table = pa.table({"text": texts, "lang": ["en", "zh"] * 3000})
-    pq.write_table(table, tmp_path / "a.parquet", **options)
-    assert list(read_records(RawFile.from_path(tmp_path / "a.parquet"))) == table.to_pylist()
-    ((columns, largest),) = parquet_reads
-    assert columns == []
-    assert largest < 8 << 20
-
-
-def test_small_row_groups_are_read_once_and_in_one_batch(
-    tmp_path: Path, parquet_reads: list[tuple[list[str], int]]
-) -> None:
-    table = pa.table({"text": [f"{n} {n * n} " * 200 for n in range(6000)]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1500)
-    batches = list(read_record_chunks(RawFile.from_path(tmp_path / "a.parquet")))
-    assert [record for batch in batches for record in batch] == table.to_pylist()
-    assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 2 << 20
-    assert [columns for columns, _ in parquet_reads] == [["text"]] * 4
-    assert min(size for _, size in parquet_reads) > 2 << 20
-
-
-def test_text_with_a_large_value_in_its_dictionary_is_read_as_one(
-    tmp_path: Path, parquet_reads: list[tuple[list[str], int]]
-) -> None:
-    texts = [MEGABYTE, *(f"{n} " * 2000 for n in range(2000))]
-    table = pa.table({"text": texts, "name": [f"file {n}" for n in range(2001)], "tags": [["a"]] * 2001})
-    pq.write_table(table, tmp_path / "a.parquet")
-    batches = list(read_record_chunks(RawFile.from_path(tmp_path / "a.parquet")))
-    assert [record for batch in batches for record in batch] == table.to_pylist()
-    assert max(sum(len(record["text"]) for record in batch) for batch in batches) < 3 << 20
-    assert [columns for columns, _ in parquet_reads] == [["text", "tags"]]
-
-
 @pytest.mark.parametrize("size", [1 << 18, 1 << 20])
 def test_values_of_a_dictionary_limit_the_rows_that_are_decoded_at_once(tmp_path: Path, size: int) -> None:
     """Small text for long, so that the average says nothing, and then a large value many times."""
@@ -286,9 +222,7 @@ def test_small_text_does_not_vouch_for_another_column_with_the_same_path(tmp_pat
         assert set(chosen.dictionaries) == {metadata.schema.column(0).path}
 
 
-def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_parquet_bomb_is_counted_and_the_rest_is_built(tmp_path: Path, raw: Path) -> None:
     with pq.ParquetWriter(raw / "a.parquet", pa.schema([("text", pa.string())]), compression="zstd") as writer:
         writer.write_table(pa.table({"text": ["before"]}))
         writer.write_table(pa.table({"text": [MEGABYTE] * ROWS}))
@@ -399,11 +333,9 @@ DIGITS = "1" * 5000  # Python reads numbers of 4300 digits
 
 @pytest.mark.parametrize("small", [1 << 16, 10])  # the second is for the streaming parser
 def test_a_number_too_long_is_broken_json_in_every_reader(
-    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_records, "MAX_IN_MEMORY_BYTES", small)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     bad, good = f'{{"text": "bad", "n": -{DIGITS}}}', '{"text": "good"}'
     (raw / "lines.jsonl").write_text(f"{bad}\n{good}\n")
     (raw / "array.json").write_text(f"[{good}, {bad}]")
@@ -418,10 +350,8 @@ def test_a_number_too_long_is_broken_json_in_every_reader(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
-    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     pq.write_table(pa.table({"text": ["a row"]}), raw / "cut.parquet")
     for name in ("good", "gone", "grown", "shorter"):
         (raw / f"{name}.jsonl").write_text(f'{{"text": "first of {name}"}}\n{{"text": "second of {name}"}}\n')
@@ -484,10 +414,8 @@ class KillingFile(RawFile):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     for number in range(6):
         (raw / f"{number}.jsonl").write_text(f'{{"text": "text of {number}"}}\n')
     listed = build.list_files
@@ -508,3 +436,24 @@ def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
     build_corpus(recipe, tmp_path / "documents", Engine(workers=2))
     assert "text of 3" in contents(tmp_path / "documents")
     shutdown_workers()
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_many_small_bombs_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool) -> None:
+    """Each is below the size from which one file is checked."""
+    raw, size = tmp_path / "raw", 4_000_000
+    raw.mkdir()
+    texts = {f"{number}.txt": f"{number} {'x' * 10_000}\n" * (size // 10_000) for number in range(10)}
+    if is_archive:
+        with zipfile.ZipFile(raw / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in texts.items():
+                archive.writestr(name, text)
+    else:
+        for name, text in texts.items():
+            (raw / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr(part_files, "GROUP_FILES", 1 << 60)  # all in one part
+    monkeypatch.setattr(part_files, "PART_LIMITS", ReadLimits(ratio_check_bytes=10_000_000))
+    manifest = built(raw, tmp_path / "documents")
+    (reason,) = files_left_out(manifest)
+    assert reason == "unpacks to more than 250 times its size"
+    assert manifest.sources["raw"].read.bytes < 5 * size

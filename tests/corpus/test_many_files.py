@@ -16,7 +16,7 @@ import yaml
 from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files, summary_lines
 from zero2all.corpus.document import SCHEMA, is_taken, is_validation
 from zero2all.corpus.part_files import DocumentWriter, group_small_files
-from zero2all.corpus.readers import RawFile, UnreadableFileError, list_files, pdf
+from zero2all.corpus.readers import RawFile, UnreadableFileError, documents, list_files
 from zero2all.corpus.readers.base import NOT_INSTALLED
 from zero2all.corpus.readers.listing import FileRange
 from zero2all.engine import Engine
@@ -128,7 +128,7 @@ def test_what_is_installed_decides_if_files_are_read_again(tmp_path: Path, monke
     monkeypatch.setattr(build, "missing_packages", lambda: ["pypdf"])
     unaffected = built(tmp_path / "raw", tmp_path / "out")
     (tmp_path / "raw" / "a.pdf").write_bytes(b"%PDF-1.7")
-    monkeypatch.setattr(pdf, "require_package", missing)
+    monkeypatch.setattr(documents, "require_package", missing)
     affected = built(tmp_path / "raw", tmp_path / "more")
     assert built(tmp_path / "raw", tmp_path / "more").reused
     monkeypatch.undo()

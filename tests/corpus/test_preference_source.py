@@ -105,6 +105,29 @@ def test_every_shape_of_a_label_gives_the_same_example(record: dict[str, Any]) -
         find_example({name: value for name, value in record.items() if name not in ("label", "kto_tag")}, "rating")
 
 
+MESSAGES = [message("user", ASKED), GOOD_MESSAGE]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "said"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chat", "kind: preference"),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, "chat", "kind: preference"),
+        ({"chosen_messages": MESSAGES, "rejected_messages": MESSAGES}, "chat", "kind: preference"),
+        ({"question": "q", "response_chosen": "a", "response_rejected": "b"}, "chat", "kind: preference"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "rating", "kind: preference"),
+        ({"prompt": "q", "completion": "a", "label": True}, "chat", "kind: rating"),
+        ({"messages": MESSAGES}, "preference", "kind: chat"),
+        ({"text": "words"}, "chat", "no conversation in it"),
+    ],
+)
+def test_a_record_of_another_kind_names_the_kind_that_reads_it(
+    record: dict[str, Any], kind: SourceKind, said: str
+) -> None:
+    with pytest.raises(MalformedConversationError, match=said):
+        find_example(record, kind)
+
+
 def build(out: Path, kind: SourceKind, paths: list[str]) -> tuple[int, dict[str, int], list[ChatExample]]:
     """Records that were read, reasons for what was left out, and the examples."""
     recipe = CorpusRecipe(sources=[SourceRecipe(name="it", kind=kind, paths=paths)], holdout=0)

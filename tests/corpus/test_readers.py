@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpus.document_files import make_tar
+from tests.corpus.document_files import make_tar, zip_of
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -56,10 +56,6 @@ def contents(path: Path) -> list[str]:
     return [row["content"] for record in read(path) if (row := AUTOMATIC.map_record(record))]
 
 
-def fixed(text: str) -> str | None:
-    return fix_mojibake([text]).get(0, text)
-
-
 def refusals(path: Path, limits: ReadLimits | None = None) -> dict[str, str]:
     return {r.place.partition("!")[2]: r.reason for r in read(path, limits) if isinstance(r, SkippedMember)}
 
@@ -74,14 +70,6 @@ def packed(data: bytes, compression: str) -> bytes:
         stream.write(data)
     whole: bytes = sink.getvalue().to_pybytes()
     return whole
-
-
-def zip_of(members: dict[str, bytes]) -> bytes:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return sink.getvalue()
 
 
 SHAPES = {
@@ -449,15 +437,15 @@ def test_mojibake_is_mended_and_nothing_else_is_touched(shared_corpus: Path) -> 
     checked = 0
     for case in wild:
         if case["expect"] == "pass":
-            assert fixed(case["original"]) == case.get("fixed-encoding", case["fixed"]), case["label"]
+            assert fix_mojibake(case["original"]) == case.get("fixed-encoding", case["fixed"]), case["label"]
             checked += 1
     assert checked > 60
     for case in json.loads((shared_corpus / "dirty/mojibake/ftfy_negative.json").read_text()):
         if case["expect"] == "pass" and case["original"] == case["fixed"]:
-            assert fixed(case["original"]) == case["original"], case["label"]
+            assert fix_mojibake(case["original"]) == case["original"], case["label"]
     for name in ("zh/txt/三国演义.txt", "zh/wiki2019zh_style/wiki_zh_00.jsonl", "en/books/Jane-Eyre_1260.txt"):
         text = (shared_corpus / name).read_bytes().decode("utf-8-sig")
-        assert fixed(text) == text
+        assert fix_mojibake(text) == text
 
 
 def test_mojibake_is_mended_in_records_but_not_in_code(tmp_path: Path) -> None:

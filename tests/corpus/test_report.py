@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.corpus import build_corpus
-from zero2all.corpus.corpus_report import corpus_report
-from zero2all.corpus.corpus_report_page import flows, report_html
+from zero2all.corpus.corpus_report import corpus_report, flows, report_html
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)> some text that goes on for a while, as texts do. '

@@ -197,22 +197,6 @@ def test_a_book_that_repeats_itself_is_not_trained_on_where_it_repeats_a_block(t
     assert most_copied(rows) < 0.5
 
 
-def test_workers_and_a_rerun_change_nothing(tmp_path: Path) -> None:
-    texts = {"s": [book(1), book(2)], "t": [book(3)]}
-    one, _ = build(tmp_path / "one", texts)
-    two, _ = build(tmp_path / "two", texts, engine=Engine(workers=2))
-    assert one.files == two.files
-    (tmp_path / "one" / "out" / "manifest.json").unlink()
-    for shard in (tmp_path / "one" / "out").glob("*/*.parquet"):
-        shard.unlink()
-    for split in ("train", "valid"):
-        (tmp_path / "one" / "out" / split).rmdir()
-    sources = [SourceRecipe(name=name, paths=[str(tmp_path / "one" / f"{name}.jsonl")]) for name in texts]
-    again = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0.1), tmp_path / "one" / "out")
-    assert again.files == one.files
-    assert not again.reused
-
-
 def test_text_without_words_gives_blocks_too(tmp_path: Path) -> None:
     """It has no n-grams to compare, as base64 has not."""
     text = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=LONG))

@@ -120,10 +120,8 @@ def test_workers_and_shards_change_nothing_and_a_rerun_resumes(tmp_path: Path) -
     assert build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two").files == one.files
 
 
-def test_a_validation_document_that_goes_itself_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_a_validation_document_that_goes_itself_takes_nothing_with_it(tmp_path: Path, raw: Path) -> None:
     """A copy of evaluation text in the validation split is dropped, so that its near duplicates need not be."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
     number = next(n for n in range(1000) if is_validation(make_gid("en", "", original("en", n)), HOLDOUT))
     held = original("en", number)
     copies = [near_copy(held, copy) for copy in range(20)]

@@ -187,7 +187,7 @@ def test_the_chat_template_is_rendered_the_same(run: Run, tmp_path: Path) -> Non
 def test_a_sentencepiece_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     from tests.tokenizer.sentencepiece_models import llama_style
-    from zero2all.tokenizer.import_tokenizer import import_tokenizer
+    from zero2all.tokenizer.import_export import import_tokenizer
 
     (tmp_path / "a.model").write_bytes(llama_style())
     import_tokenizer(tmp_path / "a.model", tmp_path / "tokenizer")

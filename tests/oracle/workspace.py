@@ -11,7 +11,7 @@ from typing import Any
 from tests.oracle.templates import VOCAB_SIZE, WORDS, Template
 from zero2all.corpus import build_corpus
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokens import build_tokens
 
 SEQ_LEN = 192  # of every row: several conversations of most templates

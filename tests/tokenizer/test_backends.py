@@ -145,12 +145,6 @@ def test_any_bytes_round_trip(by_name: dict[str, Tokenizer]) -> None:
     assert by_name["hf"].encode_bytes("春眠 and text".encode()) == by_name["hf"].encode("春眠 and text")
 
 
-def test_nothing_to_encode(by_name: dict[str, Tokenizer]) -> None:
-    for tokenizer in by_name.values():
-        assert tokenizer.encode_batch([]) == []
-        assert listed(tokenizer.encode_batch(["", "a"])) == [[], tokenizer.encode("a")]
-
-
 def test_the_memory_of_gigatoken_is_freed_and_ids_stay(
     real_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from zero2all.model import Z2all, grow_embeddings
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer, extend
 from zero2all.tokenizer.extend import decompose_new_tokens, extend_tokenizer
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 
 
 @pytest.fixture(scope="module")

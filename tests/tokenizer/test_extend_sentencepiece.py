@@ -13,12 +13,10 @@ from tests.tokenizer.sentencepiece_models import CORPUS, llama_style, texts
 from zero2all.corpus.ingest import document_texts
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import write_json
-from zero2all.model import Z2all, grow_embeddings
-from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.extend import CHINESE, decompose_new_tokens, extend_tokenizer
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, Piece, append_pieces
 
 Pair = tuple[Tokenizer, Tokenizer]
@@ -81,16 +79,6 @@ def test_each_new_token_is_used_and_spelled_by_old_ones(pair: Pair) -> None:
         else:
             assert b"".join(old.token_bytes[part] for part in ids) == new.token_bytes[id]
             assert new.continuation.encode([new.token_bytes[id].decode()])[0].tolist() == [id]
-
-
-def test_a_model_grows_with_the_vocabulary(pair: Pair) -> None:
-    old, new = pair
-    config = ModelConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, vocab_size=old.vocab_size,
-    )  # fmt: skip
-    grown = grow_embeddings(Z2all(config).init_weights(seed=1), decompose_new_tokens(old, new))
-    assert grown.config.vocab_size == new.vocab_size
 
 
 def test_a_frequent_character_comes_before_a_rare_pair(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.template_process import ChatTemplateError
+from zero2all.tokenizer.chat import ChatTemplateError
 
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "中文", "limit": 1}}}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -118,7 +118,7 @@ def test_a_message_cannot_mark_itself(workspace: Path, said: str) -> None:
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{{ 'a' * 10 ** 10 }}",
         "{{ [0] * 999999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** 999999999 }}",
         "{% set _tick = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
@@ -126,8 +126,7 @@ def test_a_message_cannot_mark_itself(workspace: Path, said: str) -> None:
 def test_a_template_that_loops_for_ever_is_cut_off(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr("zero2all.tokenizer.template_process.MAX_ITERATIONS", 20_000)
-    monkeypatch.setattr("zero2all.tokenizer.template_process.MAX_SECONDS", 1)
+    monkeypatch.setattr("zero2all.tokenizer.chat.MAX_SECONDS", 1)
     tokenizer = with_template(workspace, tmp_path, template)
     with pytest.raises(ChatTemplateError):
         tokenizer.split_chat(CONVERSATIONS[0])

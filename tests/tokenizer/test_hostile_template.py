@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,9 +14,15 @@ from typing import Any
 
 import pytest
 
-from zero2all.tokenizer import template_process
-from zero2all.tokenizer.chat import ChatInput, ChatTemplate, RenderedChat
-from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError, shared_process
+from zero2all.tokenizer import chat
+from zero2all.tokenizer.chat import (
+    ChatInput,
+    ChatTemplate,
+    ChatTemplateError,
+    RenderedChat,
+    TemplateLimitError,
+    shared_process,
+)
 
 QUESTION = [{"role": "user", "content": "hello"}]
 SPIN = "{{ range(99999) | reject('in', range(-99999, 0) | list) | list | length }}"
@@ -48,21 +53,11 @@ def render(source: str, messages: list[dict[str, Any]] = QUESTION) -> str:
     return "".join(ChatTemplate(source, frozenset({"<|im_end|>"}), {}, "the template of here").render(messages).parts)
 
 
-def peak_of_children(*names: str) -> None:
-    """For a process of its own: what ran before in this one had children too."""
-    template_process.MAX_SECONDS, template_process.MAX_MEMORY, template_process.WALL_FACTOR = 1, 192 << 20, 60
-    for name in names:
-        with pytest.raises(TemplateLimitError):
-            render(MEMORY[name])
-    shared_process().close()
-    sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10))
-
-
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
-    monkeypatch.setattr(template_process, "MAX_MEMORY", 192 << 20)
-    monkeypatch.setattr(template_process, "WALL_FACTOR", 60)  # a busy machine may take long to start a process
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1)
+    monkeypatch.setattr(chat, "MAX_MEMORY", 192 << 20)
+    monkeypatch.setattr(chat, "WALL_FACTOR", 60)  # a busy machine may take long to start a process
     shared_process().close()  # the next one has the limits above
 
 
@@ -80,18 +75,10 @@ def test_a_template_gets_no_more_memory_than_its_limit(strict: None, name: str) 
     assert render("{{ messages[0].content }}") == "hello"
 
 
-@pytest.mark.timeout(300)
-def test_the_memory_of_the_child_is_what_the_limit_says() -> None:
-    measure = f"from tests.tokenizer.test_hostile_template import peak_of_children as peak; peak(*{list(MEMORY)})"
-    done = subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 400 << 20
-
-
 @pytest.mark.parametrize("name", TIME)
 @pytest.mark.timeout(120)
 def test_a_template_gets_no_more_time_than_its_limit(strict: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(template_process, "MAX_MEMORY", 1 << 30)
+    monkeypatch.setattr(chat, "MAX_MEMORY", 1 << 30)
     with pytest.raises(TemplateLimitError, match=r"the template of here exceeds its limits: it takes more than 1 s"):
         render(TIME[name])
     assert render("{{ messages[0].content }}") == "hello"
@@ -105,7 +92,7 @@ def test_a_child_that_stands_still_is_ended(strict: None, monkeypatch: pytest.Mo
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(template_process, "WALL_FACTOR", 0.5)
+        patch.setattr(chat, "WALL_FACTOR", 0.5)
         with pytest.raises(TemplateLimitError, match="takes more than 1 s"):
             render("a")
     assert render("b") == "b"
@@ -122,7 +109,7 @@ def test_one_conversation_over_the_limit_does_not_stop_the_others(strict: None) 
 
 
 def test_a_batch_larger_than_a_message_is_rendered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MESSAGE_BYTES", 100)
+    monkeypatch.setattr(chat, "MESSAGE_BYTES", 100)
     inputs = [ChatInput([{"role": "user", "content": f"{number}" * (number % 70)}]) for number in range(200)]
     found = ChatTemplate("{{ messages[0].content }}", frozenset(), {}).render_many(inputs)
     assert [chat.parts[0] for chat in found if isinstance(chat, RenderedChat)] == [
@@ -154,7 +141,7 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
 PARENT = """
 import sys, threading, time
 from zero2all.tokenizer.chat import ChatTemplate
-from zero2all.tokenizer.template_process import shared_process
+from zero2all.tokenizer.chat import shared_process
 template = ChatTemplate("a", frozenset(), {})
 threading.Thread(target=template.render, args=([],)).start()  # a thread that ends must not take the child with it
 time.sleep(0.1)

@@ -29,7 +29,7 @@ from zero2all.io import read_documents_manifest, write_json
 from zero2all.recipe import Recipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.train import Run, train

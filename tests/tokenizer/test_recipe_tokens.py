@@ -13,7 +13,7 @@ from tests.conftest import tiny_recipe
 from zero2all.errors import RecipeError, UsageError
 from zero2all.io import read_documents_manifest
 from zero2all.recipe import TokenizerRecipe, parse_recipe
-from zero2all.tokenizer import Tokenizer, train_tokenizer
+from zero2all.tokenizer import Tokenizer, sentencepiece_vocabulary, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.manifest import TrainedTokenizer
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
@@ -132,3 +132,16 @@ def test_sentencepiece_without_text_or_room_says_so(workspace: Path, tmp_path: P
     many = [f"<t{n}>" for n in range(360)]
     with pytest.raises(UsageError, match="sentencepiece cannot train this vocabulary: Vocabulary size"):
         train_tokenizer(recipe_of("sentencepiece-bpe", many), workspace / "documents", tmp_path / "t")
+
+
+def test_the_package_gets_no_more_text_than_the_estimate_allows(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = read_documents_manifest(workspace / "documents")
+    available = sum(source.bytes for source in corpus.splits["train"].values())
+    rest = (1 << 30) - sentencepiece_vocabulary.MEMORY_PER_BYTE * (available // 2)
+    monkeypatch.setattr(sentencepiece_vocabulary, "PROCESS_MEMORY", rest)  # half of the text fits
+    recipe = TokenizerRecipe(trainer="sentencepiece-bpe", vocab_size=512, max_memory=1 << 30)
+    learned = sentencepiece_vocabulary.train_sentencepiece(recipe, workspace / "documents", corpus, ("<|endoftext|>",))
+    assert 0.2 * available < learned.trained_on_bytes < 0.8 * available
+    assert "more would not fit into tokenizer.max_memory" in " ".join(capsys.readouterr().err.split())

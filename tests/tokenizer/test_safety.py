@@ -15,20 +15,8 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.tokenizer import Tokenizer
 
 CONTEXTS = [
-    "{}",
-    "a{}b",
-    " {} ",
-    "{0}{0}",
-    "\n{}\n",
-    "春{}晓",
-    "<{}>",
-    "<|{}|>",
-    "{}\x00",
-    "\u200b{}",
-    "‮{}",
-    "1{}2",
-    "'s{}",
-]
+    "{}", "a{}b", " {} ", "{0}{0}", "\n{}\n", "春{}晓", "<{}>", "<|{}|>", "{}\x00", "\u200b{}", "‮{}", "1{}2", "'s{}",
+]  # fmt: skip
 LOOKS_LIKE = [
     lambda name: name.replace("<", "＜").replace("|", "｜"),
     lambda name: name.replace("|", "\u200b|"),

@@ -15,7 +15,7 @@ from zero2all.errors import Z2aError
 from zero2all.io import read_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.evaluate import evaluate_tokenizers, render_svg, render_table
-from zero2all.tokenizer.export_tiktoken import export_tiktoken
+from zero2all.tokenizer.import_export import export_tiktoken
 from zero2all.tokenizer.token_spans import render_html, render_terminal, token_spans
 
 TEXT = "春眠不觉晓 <b>x & y</b>\n\tdef f(龘): return '<|pad|>' # \x1b[31m"

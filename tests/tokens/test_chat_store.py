@@ -131,12 +131,6 @@ def test_a_changed_template_renders_conversations_again_and_only_those(workspace
     assert "user:\n" in Tokenizer(tokenizer).decode(stored(tmp_path)[0][1])
 
 
-def test_two_builds_give_the_same_store(workspace: Path, tmp_path: Path) -> None:
-    one = build(tmp_path / "a", workspace / "tokenizer", PLAIN)
-    other = build(tmp_path / "b", workspace / "tokenizer", PLAIN)
-    assert one.splits["train"]["chat"].sha256 == other.splits["train"]["chat"].sha256
-
-
 def test_conversations_that_the_template_refuses_are_counted(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

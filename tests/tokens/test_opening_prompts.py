@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zero2all.tokens import prompts
-from zero2all.tokens.prompts import opening_prompts
+from zero2all.tokens import inspect
+from zero2all.tokens.inspect import opening_prompts
 
 
 def shard(*documents: list[int]) -> Any:
@@ -20,7 +20,7 @@ def shard(*documents: list[int]) -> Any:
 
 def open_stores(monkeypatch: pytest.MonkeyPatch, valid: dict[str, Any], train: dict[str, Any]) -> Any:
     stores = {"valid": SimpleNamespace(sources=valid), "train": SimpleNamespace(sources=train)}
-    monkeypatch.setattr(prompts, "TokenStore", lambda directory, split: stores[split])
+    monkeypatch.setattr(inspect, "TokenStore", lambda directory, split: stores[split])
     return SimpleNamespace(special_ids={"<end>": 0}, decode=lambda ids: " ".join(map(str, ids)))
 
 

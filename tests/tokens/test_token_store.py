@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, build_tokens
 from zero2all.tokens.token_store import DOCS_SCHEMA, DocumentInfo, TokenShardWriter
@@ -116,16 +116,6 @@ def test_an_unfinished_store_is_not_read_and_a_rebuild_removes_stale_files(
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == sorted(
         path.name for path in (workspace / "tokens" / "train").iterdir()
     )
-
-
-def test_files_that_are_not_a_token_store_are_not_touched(workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(workspace)
-    thesis = tmp_path / "train" / "thesis.txt"
-    thesis.parent.mkdir()
-    thesis.write_text("years of work", encoding="utf-8")
-    with pytest.raises(UsageError, match="choose another directory"):
-        build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path)
-    assert thesis.exists()
 
 
 def test_a_wrong_encoding_is_never_published(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ class Conversations:
     seq_len = 64
 
     def __init__(self, prompts: list[list[int]], left_out: tuple[int, ...] = ()) -> None:
-        self.num_documents = len(prompts)
+        self.document_lengths = np.zeros(len(prompts))
         self._prompts = prompts
         self.used_documents = np.array([n for n in range(len(prompts)) if n not in left_out], dtype=np.int64)
 

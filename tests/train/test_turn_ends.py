@@ -20,7 +20,7 @@ from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.import_tokenizer import import_tokenizer
+from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 from zero2all.train.blame import blame_step

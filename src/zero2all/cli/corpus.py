@@ -204,8 +204,7 @@ def report(
 
     Example: z2a corpus report runs/first/documents --html report.html
     """
-    from zero2all.corpus.corpus_report import corpus_report
-    from zero2all.corpus.corpus_report_page import report_html
+    from zero2all.corpus.corpus_report import corpus_report, report_html
     from zero2all.io import write_text
 
     page = html or documents.with_name(documents.name + ".html")

@@ -9,9 +9,8 @@ import yaml
 
 from zero2all.cli.conventions import Result, parse_size
 from zero2all.corpus.fetch import FetchOptions, FetchResult
-from zero2all.corpus.fetch.fetch import HUB_ENDPOINT
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.corpus.fetch.sources import FileSelection
+from zero2all.corpus.fetch.sources import HUB_ENDPOINT, FileSelection
 from zero2all.errors import UsageError
 from zero2all.units import show_bytes, show_seconds
 

@@ -92,7 +92,7 @@ def import_(
 
     Example: z2a tokenizer import llama/tokenizer.model --out llama-tokenizer
     """
-    from zero2all.tokenizer.import_tokenizer import import_tokenizer
+    from zero2all.tokenizer.import_export import import_tokenizer
     from zero2all.tokenizer.manifest import KIND
 
     made = import_tokenizer(source, out, _refuse_if_in_use(out))
@@ -231,7 +231,7 @@ def export(
     Example: z2a tokenizer export runs/mine/tokenizer --tiktoken mine.tiktoken
     """
     from zero2all.tokenizer import Tokenizer
-    from zero2all.tokenizer.export_tiktoken import export_tiktoken
+    from zero2all.tokenizer.import_export import export_tiktoken
 
     made = export_tiktoken(Tokenizer(directory), tiktoken)
     return Result(made, f"{made.tokens} ranks in {made.ranks}, pattern and special tokens in {made.settings}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.console import progress, warn
-from zero2all.corpus.dedup_stage import evaluation_files, find_drops, remove_boilerplate, task_runner
+from zero2all.corpus.dedup.stage import evaluation_files, find_drops, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
@@ -33,8 +33,6 @@ from zero2all.corpus.manifest import (
 )
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.part_files import (
-    OVER_BUDGET,
-    ExpansionBudget,
     PartFile,
     PartRecord,
     PartTask,
@@ -111,9 +109,7 @@ def _build_corpus(
     key = fingerprint([[task.key for task in tasks], options, evaluation])
     missing = missing_packages()
     key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
-    within_budget = [OVER_BUDGET, recipe.max_compression_ratio]
-    possible = [first for one in (key, key_with_missing) for first in (one, fingerprint([one, within_budget]))]
-    if any(is_current(out, KIND, one, verify) for one in possible):
+    if any(is_current(out, KIND, one, verify) for one in (key, key_with_missing)):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
@@ -124,18 +120,13 @@ def _build_corpus(
     _remove_stale_parts(work / "parts", parts)
     if not MISSING_REASONS.isdisjoint(reason for part in parts for reason in (*part.unreadable, *part.left_out)):
         key = key_with_missing
-    if any(OVER_BUDGET in part.unreadable for part in parts):  # tried again with another budget
-        key = fingerprint([key, within_budget])
     if any(WORKER_KILLED in part.unreadable for part in parts):  # tried again by the next build
         key = fingerprint([key, WORKER_KILLED])
     nonempty = [PartFile(part, part_path(work / "parts", part.source, part.key)) for part in parts if part.documents]
     if not nonempty:
         raise Z2aError(_nothing_left_message(recipe, parts))
-    chats = {source.name for source in recipe.sources if source.kind != "text"}
-    texts = [part.path for part in nonempty if part.record.source not in chats]
-    stripped = {part.path: part.path for part in nonempty} | remove_boilerplate(engine, recipe, texts, work)
-    drops = find_drops(engine, recipe, list(stripped.values()), work)
-    clean = [replace(part, path=stripped[part.path], drop_files=drops[stripped[part.path]]) for part in nonempty]
+    drops = find_drops(engine, recipe, [part.path for part in nonempty], work)
+    clean = [replace(part, drop_files=drops[part.path]) for part in nonempty]
     ready = split_parts(engine, recipe, clean, work, key)
     files_before = read_json(out / MANIFEST).get("files") if (out / MANIFEST).exists() else None
     with atomic_dir(out, KIND) as partial:
@@ -226,14 +217,12 @@ def _write_parts(engine: Engine, recipe: CorpusRecipe, tasks: list[PartTask], di
     total = sum(task.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
     by_size = sorted(tasks, key=lambda task: -task.bytes)
-    budget = ExpansionBudget(recipe, tasks, directory)
     with progress(f"reading {show_bytes(total)}", total) as advance:
         parts = engine.run(
             write_part,
             [(task, _filters_of(recipe, task.source), directory) for task in by_size],
             lambda number: advance(by_size[number].bytes),
             _without_files,
-            budget.count,
         )
     by_key = {task.key: part for task, part in zip(by_size, parts, strict=True)}
     return [by_key[task.key] for task in tasks]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import starmap
 from operator import is_
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -137,7 +136,9 @@ def to_record_batch(
         return pa.RecordBatch.from_pylist([], schema=SCHEMA)
     texts = [row["content"] for row in rows]
     content = _column(texts)
-    gids = _gids(source.name, _column([row.get("id", "") for row in rows]), content)  # of the text as it came
+    own_ids = _column([row.get("id", "") for row in rows])
+    own = zip(own_ids.cast(pa.binary()).to_pylist(), content.cast(pa.binary()).to_pylist(), strict=True)
+    gids = pa.array(starmap(gid_maker(source.name), own), pa.string())  # of the text as it came
     stripped = [strip_blank_lines(text) for text in texts]
     columns = [
         gids,
@@ -175,24 +176,6 @@ def _column(texts: Sequence[str]) -> pa.StringArray:
         return pa.array(texts, pa.string())
     except UnicodeEncodeError:
         return pa.array([replace_lone_surrogates(text) for text in texts], pa.string())
-
-
-def _gids(data_src: str, own_ids: pa.StringArray, contents: pa.StringArray) -> pa.StringArray:
-    """Hashed in the Arrow buffer, without making Python strings again."""
-    gid = gid_maker(data_src)
-    data = memoryview(contents.buffers()[2])
-    ends = _offsets(contents).tolist()
-    return pa.array(
-        [
-            gid(own_id, data[start:stop])
-            for own_id, start, stop in zip(own_ids.cast(pa.binary()).to_pylist(), ends, ends[1:], strict=False)
-        ],
-        pa.string(),
-    )
-
-
-def _offsets(texts: pa.StringArray) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.frombuffer(texts.buffers()[1], dtype=np.int32)[: len(texts) + 1]
 
 
 def document_texts(paths: list[str]) -> Iterator[str]:

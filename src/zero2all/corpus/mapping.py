@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from json.encoder import encode_basestring
 from typing import Any
 
 from zero2all.errors import UsageError
@@ -27,8 +26,6 @@ DEFAULT_FIELD_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "desc": ("desc", "description", "summary", "ask"),
 }  # fmt: skip
-
-MAX_CACHED_RULE_SETS = 1000  # for sets of keys; records whose keys are data would fill memory
 _ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True, default=str)
 _PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 _NAME = re.compile(r"[\w.-]+(?:\|html)?")
@@ -36,14 +33,6 @@ HTML_SUFFIX = "|html"
 
 
 RuleMatch = tuple[str, tuple[str, ...]]  # the text a rule gave, and the fields of the record it used up
-
-
-@dataclass(frozen=True)
-class _RuleSet:
-    """For records with the same keys: the rules that can apply, and the unused fields by the fields used."""
-
-    rules: tuple[tuple[str, tuple[str, ...]], ...]
-    unused: dict[tuple[str, ...], list[tuple[str, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,6 @@ class FieldMapping:
     """
 
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DEFAULT_FIELD_NAMES)
-    _rule_sets: dict[tuple[str, ...], _RuleSet] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def with_rules(self, rules: Mapping[str, str | Sequence[str]]) -> FieldMapping:
         """The same, but for these fields."""
@@ -66,60 +54,20 @@ class FieldMapping:
 
     def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None:
         """A record's texts under our names, and as ``others`` what no rule used; None if it holds no content."""
-        rule_set = self._rule_set(tuple(record))
         texts: dict[str, str] = {}
-        used: tuple[str, ...] = ()
-        for ours, rules in rule_set.rules:
-            for rule in rules:
-                value = record.get(rule)
-                if isinstance(value, str) and value and not value.isspace():  # the common case
-                    texts[ours] = value
-                    used += (rule,)
-                    break
+        used: set[str] = set()
+        for ours in DOCUMENT_FIELDS:
+            for rule in self.rules.get(ours, ()):
                 match = _apply_rule(rule, record, ours == "id")
                 if match is not None:
                     texts[ours] = match[0]
-                    used += match[1]
+                    used.update(match[1])
                     break
         if "content" not in texts:
             return None
-        texts["others"] = self._others(record, rule_set, used)
+        rest = {key: value for key, value in unused_fields(record, used).items() if value is not None and value != ""}
+        texts["others"] = _ENCODER.encode(rest) if rest else ""
         return texts
-
-    def _rule_set(self, keys: tuple[str, ...]) -> _RuleSet:
-        """The rules that can give something for records with these keys. Mostly all records of a file have the same."""
-        rule_set = self._rule_sets.get(keys)
-        if rule_set is None:
-            if len(self._rule_sets) >= MAX_CACHED_RULE_SETS:
-                self._rule_sets.clear()
-            available = {*keys, *(f"{key}." for key in keys)}
-            rules = {
-                ours: tuple(rule for rule in self.rules.get(ours, ()) if _can_apply(rule, available))
-                for ours in DOCUMENT_FIELDS
-            }
-            rule_set = self._rule_sets[keys] = _RuleSet(tuple((ours, some) for ours, some in rules.items() if some))
-        return rule_set
-
-    def _others(self, record: Mapping[str, Any], rule_set: _RuleSet, used: tuple[str, ...]) -> str:
-        """What is left and not empty, as JSON with its keys in order."""
-        unused = rule_set.unused.get(used)
-        if unused is None:
-            names = set(used)
-            unused = [(key, f"{encode_basestring(key)}: ") for key in sorted(record) if key not in names]
-            if names.issubset(record):
-                rule_set.unused[used] = unused
-            else:  # something inside a field was used, and the rest of that field was not
-                record = unused_fields(record, names)
-                unused = [(key, prefix) for key, prefix in unused if key in record]
-        parts = []
-        for key, prefix in unused:
-            value = record[key]
-            if isinstance(value, str):
-                if value:
-                    parts.append(prefix + encode_basestring(value))
-            elif value is not None:
-                parts.append(prefix + _ENCODER.encode(value))
-        return f"{{{', '.join(parts)}}}" if parts else ""
 
 
 AUTOMATIC = FieldMapping()
@@ -147,12 +95,6 @@ def find_preset(names: Iterable[str]) -> str:
     """The preset whose records have these fields; ``automatic`` if none matches."""
     available = set(names)
     return next((name for name, preset in _KNOWN.items() if available.issuperset(preset["fields"])), "automatic")
-
-
-def _can_apply(rule: str, available: set[str]) -> bool:
-    """Whether a rule can give something; ``available`` has the fields of a record, and each once more with a dot."""
-    names = [name.removesuffix(HTML_SUFFIX) for name in _PLACEHOLDER.findall(rule)] or [rule.removesuffix(HTML_SUFFIX)]
-    return any(name in available or f"{name.partition('.')[0]}." in available for name in names)
 
 
 def _apply_rule(rule: str, record: Mapping[str, Any], allow_numbers: bool) -> RuleMatch | None:

@@ -9,7 +9,6 @@ part depends on, so a rerun writes only parts whose files, mapping or filters ch
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,26 +19,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.console import warn
 from zero2all.corpus.chat_documents import filter_example
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
 from zero2all.corpus.ingest import FileStats, count_drop, read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile, ReadLimits
-from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record, write_text
-from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record
+from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import source_file_name
-from zero2all.units import show_bytes
 
 ROW_GROUP_BYTES = 8_000_000
 MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
 SMALL_FILE_BYTES = 256_000  # below, files share a part
 GROUP_BYTES = 8_000_000  # of small files in a part
-# The files of a part together, which are one large file or small ones of 8 MB: as those of a file, but from 4 GiB on.
-UNCHECKED_BYTES = 64 * 2**30  # of records of a source before the ratio is checked
-PART_LIMITS = ReadLimits(ratio_check_bytes=4 * 2**30)
-OVER_BUDGET = "its source unpacks to more than corpus.max_compression_ratio allows"
+# Of the files of a part together, so that many small bombs do not add up.
+PART_LIMITS = ReadLimits(ratio_check_bytes=2**30)
 GROUP_FILES, MAX_GROUP_FILES = 256, 2048  # small files in a part: on average, and at most
 
 
@@ -105,42 +100,6 @@ def part_path(directory: Path, source: str, key: str) -> Path:
     return directory / f"{source_file_name(source)}-{key}.parquet"
 
 
-def budget_marker(directory: Path, source: str) -> Path:
-    """A file that is there once the parts of a source are over its budget. See ``ExpansionBudget``."""
-    return directory / f"{source_file_name(source)}.over-budget"
-
-
-class ExpansionBudget:
-    """Adds up what the parts of each source unpack to, and tells the workers where a source is over its budget.
-
-    One file is limited by what it is on disk, but only from some size on: ten thousand small bombs, each below it,
-    would fill a disk. A part stops by itself, at a point that depends on its own files only. The parts of a source are
-    added up as they end, and once they are over the budget, no further part of it is read. Which parts come before that
-    depends on the order in which workers end, so a source within its budget, as any honest one is, gives the same
-    documents always.
-    """
-
-    def __init__(self, recipe: CorpusRecipe, tasks: Sequence[PartTask], directory: Path) -> None:
-        self._directory, self._ratio = directory, recipe.max_compression_ratio
-        stored: Counter[str] = Counter()
-        for task in tasks:
-            stored[task.source.name] += task.bytes
-        self._allowed = {name: max(UNCHECKED_BYTES, self._ratio * size) for name, size in stored.items()}
-        self._unpacked: Counter[str] = Counter()
-        for name in stored:  # of a build that was stopped; the budget may be another one now
-            budget_marker(directory, name).unlink(missing_ok=True)
-
-    def count(self, part: PartRecord) -> None:
-        before, allowed = self._unpacked[part.source], self._allowed[part.source]
-        self._unpacked[part.source] += part.unpacked
-        if before <= allowed < self._unpacked[part.source]:
-            write_text(budget_marker(self._directory, part.source), "")
-            warn(
-                f"corpus source {part.source!r} unpacks to more than {show_bytes(int(allowed))}, {self._ratio:g} times "
-                "its size; the rest of it is not read. If you trust the data, raise corpus.max_compression_ratio"
-            )
-
-
 def group_small_files(files: Iterable[RawFile]) -> Iterator[tuple[RawFile, ...]]:
     """Consecutive small files in groups, every other file alone.
 
@@ -171,8 +130,6 @@ def write_part(task: PartTask, specs: list[str | dict[str, Any]], directory: Pat
     done = read_finished(PartRecord, sidecar, task.key, lambda record: record.sha256 == sha256_file(data))
     if done is not None:
         return done
-    if budget_marker(directory, task.source.name).exists() and any(not file.skip_reason for file in task.files):
-        return write_part(task.without_files(OVER_BUDGET), specs, directory)
     stats = FileStats()
     filters = build_filters(specs)
     kind = task.source.kind

@@ -24,19 +24,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from zero2all.console import say
-from zero2all.corpus.code_paths import is_labeled_as_code
 from zero2all.corpus.dedup.drops import count_drops, write_drops
 from zero2all.corpus.dedup.near import remaining_mask, shingle_hashes
-from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shingles import Hashes
-from zero2all.corpus.dedup.shuffle import load_rows, save_rows
+from zero2all.corpus.dedup.shuffle import DedupParams, load_rows, save_rows
+from zero2all.corpus.dedup.stage import FinishedStep, task_runner
 from zero2all.corpus.dedup.validation_overlap import (
     build_validation_index,
     write_validation_drops,
     write_validation_signatures,
 )
-from zero2all.corpus.dedup_stage import FinishedStep, task_runner
-from zero2all.corpus.document import SCHEMA, Document, gid_in_split, gid_position, is_validation
+from zero2all.corpus.document import SCHEMA, Document, gid_in_split, gid_position, is_labeled_as_code, is_validation
 from zero2all.corpus.manifest import SPLITS
 from zero2all.corpus.part_files import DocumentWriter, PartFile
 from zero2all.engine import Engine

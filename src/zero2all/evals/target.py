@@ -128,7 +128,7 @@ def _run_of_checkpoint(path: Path, step: int) -> Run:
 
 def _hf_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer in a Hugging Face directory, also of sentencepiece, which must fit the vocabulary of the model."""
-    from zero2all.tokenizer.import_tokenizer import import_tokenizer
+    from zero2all.tokenizer.import_export import import_tokenizer
 
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer(directory)

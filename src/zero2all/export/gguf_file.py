@@ -22,7 +22,7 @@ from zero2all.model.rope_table import rope_frequencies
 from zero2all.model.weights import VOCABULARY_WEIGHTS, WeightReader
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.text_vocabulary import BYTE_TOKEN
+from zero2all.tokenizer.tokenizer_json import BYTE_TOKEN
 from zero2all.tokenizer.vocabulary import IM_END, PAD, PATTERNS
 
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]

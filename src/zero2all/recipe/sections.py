@@ -23,7 +23,6 @@ from zero2all.recipe.types import (
     InputPath,
     LocalDir,
     Mistake,
-    Positive,
     Section,
 )
 from zero2all.units import Duration
@@ -126,8 +125,6 @@ class DedupRecipe(Section):
     """Also remove near-duplicates, found by MinHash over n-grams."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Minimum Jaccard similarity between the n-grams of near-duplicates."""
-    boilerplate: bool = False
-    """Remove lines that occur in many documents of a source, such as footers."""
 
 
 class ContaminationRecipe(Section):
@@ -155,10 +152,6 @@ class CorpusRecipe(Section):
     """How much text from an evaluation set a document may contain."""
     shard_size: Bytes = 200_000_000
     """Bytes of text in one Parquet shard."""
-    max_compression_ratio: Positive = 100.0
-    """Bytes of records that the files of a source, compressed or not, may give for each byte on disk, all together,
-    once these are more than 64 GiB. Text gives fewer than 30. Beyond it no more files of the source are read. Raise it
-    for text that repeats itself, such as logs."""
     holdout: Fraction = 0.01
     """Fraction of documents in the validation split, chosen by gid. Their near-duplicates are removed from the training
     set. In a source with too few documents, the fraction is taken from inside long ones."""

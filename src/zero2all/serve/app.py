@@ -49,7 +49,7 @@ from zero2all.serve.api_requests import (
 )
 from zero2all.serve.engine import BusyError, Engine, Failure, TooManyAnswersError, metrics_text
 from zero2all.serve.grammar import ANY_OBJECT, JsonConstraint, JsonGrammars
-from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError
+from zero2all.tokenizer.chat import ChatTemplateError, TemplateLimitError
 from zero2all.tokenizer.tokenizer import repair_surrogates
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
 from zero2all.track.http_server import HEADERS, bearer_token

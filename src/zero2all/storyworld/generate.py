@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from zero2all.errors import UsageError
-from zero2all.storyworld.language import Language, read_toml
+from zero2all.storyworld.language import Language, chinese_words, english_words, read_toml
 from zero2all.storyworld.plots import CHINESE_PLOTS, ENGLISH_PLOTS, cast
 from zero2all.storyworld.teller import PLOT_PREFERENCE, Teller
-from zero2all.storyworld.words import chinese_words, english_words
 
 LANGUAGES = ("en", "zh")
 """The languages of the stories."""

@@ -21,7 +21,7 @@ import tokenizers
 from zero2all.console import warn
 from zero2all.engine import available_cores
 from zero2all.errors import UsageError, Z2aError, need
-from zero2all.tokenizer.text_vocabulary import TextVocabulary
+from zero2all.tokenizer.tokenizer_json import TextVocabulary
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 """The token ids of one text."""

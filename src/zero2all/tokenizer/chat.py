@@ -5,24 +5,30 @@ special token replaced in the messages. So no message, and no two of them togeth
 
 What the assistant writes is between ``{% generation %}`` and ``{% endgeneration %}``, as in transformers. In a template
 without these tags it is found by rendering the conversation up to each answer.
+
+A template of a model directory is a program of a stranger, so it runs in a child process. One child serves the whole
+process, whatever the number of templates and threads. A template that exceeds its limits takes only the child with it,
+and the next one gets a new child.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero2all.errors import Z2aError
+from zero2all.limited_process import LimitedProcess
+from zero2all.tokenizer import template_child
 from zero2all.tokenizer.template_child import BEGIN_GENERATION, END_GENERATION
-from zero2all.tokenizer.template_process import (
-    ChatTemplateError,
-    TemplateSource,
-    encode_conversation,
-    shared_process,
-)
 from zero2all.tokenizer.vocabulary import split_special
 
 PRIVATE_USE_CHARACTERS = range(0x10FFFB, 0x100000, -1)  # not used by ordinary text
@@ -77,9 +83,8 @@ class ChatTemplate:
     def render_many(self, inputs: Sequence[ChatInput]) -> list[RenderedChat | ChatTemplateError]:
         """Each conversation, or why the template does not take it."""
         hidden = [self._hide(one) for one in inputs]
-        source = TemplateSource(self.name, self.source, self.variables)
         chats: list[RenderedChat | ChatTemplateError] = []
-        for found, one in zip(shared_process().render(source, [one.line for one in hidden]), hidden, strict=True):
+        for found, one in zip(shared_process().render(self, [one.line for one in hidden]), hidden, strict=True):
             if isinstance(found, ChatTemplateError):
                 chats.append(found)
                 continue
@@ -91,11 +96,11 @@ class ChatTemplate:
 
     def _hide(self, chat: ChatInput) -> _HiddenChat:
         """Most conversations have none of the characters that begin or end a marker, and nothing to hide."""
-        content = encode_conversation(chat.messages, chat.tools)
+        content = _to_json(chat.messages, chat.tools)
         revealed: dict[int, str] = {}
         if self._edge_pattern.search(content):
             disguise = self._disguise(content)
-            content = encode_conversation(_translate(chat.messages, disguise), _translate(chat.tools, disguise))
+            content = _to_json(_translate(chat.messages, disguise), _translate(chat.tools, disguise))
             revealed = {ord(hidden): chr(edge) for edge, hidden in disguise.items()}
         options = json.dumps([chat.add_generation_prompt, chat.mark_generated])
         return _HiddenChat(f"{content[:-1]}, {options[1:]}".encode("utf-8", "surrogatepass"), revealed)
@@ -120,6 +125,14 @@ class _HiddenChat(NamedTuple):
     """What the characters stand for that replace others."""
 
 
+def _to_json(messages: Any, tools: Any) -> str:
+    """As one line."""
+    try:
+        return json.dumps([messages, tools], ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ChatTemplateError(f"the messages are not JSON: {error}") from error
+
+
 @lru_cache(maxsize=8)
 def _edges(markers: frozenset[str]) -> frozenset[str]:
     return frozenset({edge for name in markers for edge in (name[0], name[-1])} | {BEGIN_GENERATION, END_GENERATION})
@@ -136,3 +149,112 @@ def _translate(value: Any, table: dict[int, str]) -> Any:
     if isinstance(value, Mapping):
         return {_translate(name, table): _translate(inner, table) for name, inner in value.items()}
     return [_translate(inner, table) for inner in value] if isinstance(value, list | tuple) else value
+
+
+PROGRAM = Path(template_child.__file__)
+MAX_SECONDS = 10  # of CPU time, for one conversation
+WALL_FACTOR = 6  # times the CPU time, for a child that neither computes nor answers; the CPU may be shared by many
+MAX_MEMORY = 1 << 30
+MAX_OUTPUT_BYTES = 16 << 20  # beside several times the size of the conversation
+MAX_TEMPLATE_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 20  # of conversations sent at once
+
+
+class ChatTemplateError(Z2aError):
+    """The template does not take these messages."""
+
+
+class TemplateLimitError(ChatTemplateError):
+    """The template takes too long or needs too much memory."""
+
+
+class RenderedText(NamedTuple):
+    text: str
+    generated: list[tuple[int, int]]
+    """What the assistant writes: ranges of characters."""
+
+
+class TemplateProcess:
+    """Started with the first conversation, and again after one that exceeds the limits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: LimitedProcess | None = None
+
+    def render(self, template: ChatTemplate, conversations: Sequence[bytes]) -> list[RenderedText | ChatTemplateError]:
+        """The text of each conversation, or why the template does not take it."""
+        if len(template.source) > MAX_TEMPLATE_BYTES:
+            raise ChatTemplateError(f"{template.name} has more than {MAX_TEMPLATE_BYTES:,} characters")
+        header = {
+            "source": template.source,
+            "variables": dict(template.variables),
+            "seconds": MAX_SECONDS,
+            "output_bytes": MAX_OUTPUT_BYTES,
+        }
+        first = json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        answers: list[RenderedText | ChatTemplateError] = []
+        with self._lock:
+            while len(answers) < len(conversations):
+                left, size = conversations[len(answers) :], 0
+                count = next(
+                    (n for n, line in enumerate(left) if (size := size + len(line)) > MESSAGE_BYTES), len(left)
+                )
+                answers += self._render_some(template, first, left[: max(1, count)])
+        return answers
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def disown(self) -> None:
+        """In a forked process: the child belongs to the parent, and must see the end of its connection."""
+        if self._process is not None:
+            self._process.disconnect()
+
+    def _render_some(
+        self, template: ChatTemplate, first: bytes, lines: Sequence[bytes]
+    ) -> Iterator[RenderedText | ChatTemplateError]:
+        """At least one answer; fewer than all after one that ended the child."""
+        self._process = process = self._process or LimitedProcess(PROGRAM, (), 0, MAX_MEMORY)
+        try:
+            process.connection.send_bytes(b"\n".join([first, *lines]))
+            for line in lines:
+                most = MAX_OUTPUT_BYTES + 8 * len(line) + 1
+                message = process.receive(time.monotonic() + WALL_FACTOR * MAX_SECONDS, most)
+                code, body = message[:1], message[1:]
+                if code == template_child.NO_MEMORY:
+                    yield TemplateLimitError(f"{template.name} needs more than {MAX_MEMORY >> 20} MiB of memory")
+                    self.close()  # its memory may be in pieces
+                    return
+                text = body.decode("utf-8", "surrogatepass")
+                if code == template_child.FAILED:
+                    yield ChatTemplateError(f"{template.name} does not take these messages: {text}")
+                else:
+                    rendered, generated = json.loads(text)
+                    yield RenderedText(rendered, [(begin, end) for begin, end in generated])
+        except (EOFError, OSError):
+            reason = process.exit_reason()
+            self._process = None
+            limit = f"its process ended with {reason}" if reason else f"it takes more than {MAX_SECONDS} s"
+            yield TemplateLimitError(f"{template.name} exceeds its limits: {limit}")
+        except BaseException:  # such as Ctrl-C: answers of this message may still come
+            self.close()
+            raise
+
+
+_shared = TemplateProcess()
+atexit.register(lambda: _shared.close())
+
+
+def shared_process() -> TemplateProcess:
+    return _shared
+
+
+def _start_anew() -> None:
+    global _shared
+    _shared.disown()
+    _shared = TemplateProcess()
+
+
+os.register_at_fork(after_in_child=_start_anew)

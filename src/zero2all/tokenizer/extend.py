@@ -22,13 +22,13 @@ from zero2all.console import progress
 from zero2all.errors import UsageError
 from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
 from zero2all.recipe import TokenizerRecipe
-from zero2all.tokenizer.extend_sentencepiece import extended_model, learn_pieces
 from zero2all.tokenizer.manifest import KIND, ExtendedTokenizer, is_other_tokenizer
 from zero2all.tokenizer.merge import learn_merges, merge_memory
 from zero2all.tokenizer.pair_index import new_words
 from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, added_token
+from zero2all.tokenizer.sentencepiece_vocabulary import extended_model, learn_pieces
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
 from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from zero2all.errors import Z2aError
 from zero2all.io import read_regular
-from zero2all.tokenizer.text_vocabulary import SPACE_MARK, Json, byte_token
+from zero2all.tokenizer.tokenizer_json import SPACE_MARK, Json, byte_token
 
 MODEL_FILE = "tokenizer.model"
 MAX_FILE_BYTES = 256 << 20
@@ -116,8 +116,6 @@ def _problems(pieces: list[Piece], trainer: Fields, normalizer: Fields, dummy_pr
         yield f"a piece is empty, has more than {MAX_PIECE_CHARACTERS} characters or contains a space"
     if {piece.text for piece in pieces if piece.type == PieceType.BYTE} != {byte_token(byte) for byte in range(256)}:
         yield "it has no byte fallback: characters that it does not have would be lost"
-    if SPACE_MARK not in texts:
-        yield "it has no piece for a space"
     if PieceType.UNUSED in types:
         yield "it has unused pieces"
     if PieceType.USER_DEFINED in types and dummy_prefix:

@@ -1,4 +1,4 @@
-"""A program of its own that renders chat templates, which are programs of strangers, for ``template_process``.
+"""A program of its own that renders chat templates, which are programs of strangers, for ``chat``.
 
 It imports nothing of zero2all (``limited_child`` says why). A message is lines of JSON: the template, then one
 conversation per line. The answers are one message for each conversation, which begins with one of the codes below.
@@ -17,32 +17,15 @@ from typing import Any, NamedTuple
 
 RENDERED, FAILED, NO_MEMORY = b"R", b"F", b"M"
 BEGIN_GENERATION, END_GENERATION = "\U0010fffd", "\U0010fffc"
-MAX_REPETITION = 1_000_000  # characters or elements that "text * number" may make
 _MARKS = re.compile(f"([{BEGIN_GENERATION}{END_GENERATION}])")
 
 Json = dict[str, Any]
 Ranges = list[tuple[int, int]]
 
 
-class Budget:
-    """Iterations that a rendering has left: a template may loop for ever."""
-
-    def __init__(self) -> None:
-        self.left = self.limit = 0
-
-    def start(self, iterations: int) -> None:
-        self.left = self.limit = iterations
-
-    def count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise ValueError(f"its loops take more than {self.limit:,} iterations")
-
-
 class Template(NamedTuple):
     render: Callable[[Json], str]
     marks_generation: bool
-    budget: Budget
 
 
 @lru_cache(maxsize=8)
@@ -52,19 +35,6 @@ def compile_template(source: str) -> Template:
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    budget = Budget()
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
-            if operator == "**" or sizes != [left, right]:
-                result = sizes[0] * sizes[1] if operator == "*" else abs(sizes[0]) ** min(abs(sizes[1]), 64)
-                if result > MAX_REPETITION:
-                    raise ValueError(f"it computes {operator} of too large values")
-            return super().call_binop(context, operator, left, right)
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -77,19 +47,17 @@ def compile_template(source: str) -> Template:
         def mark(self, caller: Any) -> str:
             return f"{BEGIN_GENERATION}{caller()}{END_GENERATION}"
 
-        def count(self) -> None:
-            budget.count()
-
     def refuse(message: str) -> None:
         raise ValueError(message)
 
     def tojson(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    extension = next(one for one in environment.extensions.values() if isinstance(one, Generation))
     tree = environment.parse(source)
     marks = any(
         isinstance(call := block.call, nodes.Call)
@@ -97,11 +65,8 @@ def compile_template(source: str) -> Template:
         and call.node.name == "mark"
         for block in tree.find_all(nodes.CallBlock)
     )
-    bodies = [*(loop.body for loop in tree.find_all(nodes.For)), *(macro.body for macro in tree.find_all(nodes.Macro))]
-    for body in bodies:
-        body.insert(0, nodes.ExprStmt(extension.call_method("count"), lineno=1))
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
-    return Template(template.render, marks, budget)
+    return Template(template.render, marks)
 
 
 class Rendering:
@@ -109,7 +74,7 @@ class Rendering:
 
     def __init__(self, header: Json, messages: list[Json], tools: list[Json] | None) -> None:
         self._template = compile_template(header["source"])
-        self._variables, self._iterations = {**header["variables"], "tools": tools}, header["iterations"]
+        self._variables = {**header["variables"], "tools": tools}
         self._messages = messages
 
     def whole(self, add_generation_prompt: bool, mark_generated: bool) -> tuple[str, Ranges]:
@@ -120,7 +85,6 @@ class Rendering:
 
     def _render(self, count: int, add_generation_prompt: bool) -> tuple[str, Ranges]:
         """The text of the first messages, and the ranges inside the tags for generation."""
-        self._template.budget.start(self._iterations)
         given = {"messages": self._messages[:count], "add_generation_prompt": add_generation_prompt}
         return _take_out_marks(self._template.render({**self._variables, **given}))
 

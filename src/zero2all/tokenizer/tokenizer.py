@@ -21,9 +21,15 @@ import numpy as np
 from zero2all.errors import Z2aError
 from zero2all.io import fingerprint, read_json_object, read_regular
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
-from zero2all.tokenizer.chat import ChatInput, ChatTemplate, JsonObject, RenderedChat
+from zero2all.tokenizer.chat import (
+    MAX_TEMPLATE_BYTES,
+    ChatInput,
+    ChatTemplate,
+    ChatTemplateError,
+    JsonObject,
+    RenderedChat,
+)
 from zero2all.tokenizer.hf_directory import without_begin_token
-from zero2all.tokenizer.template_process import MAX_TEMPLATE_BYTES, ChatTemplateError
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END, AllowSpecial, allowed_names, split_special
 
@@ -32,6 +38,7 @@ _INVALID_UTF8 = re.compile(
 )  # what the error handler "surrogateescape" makes of bytes that are no text
 
 
+TokenizerState = tuple[Path, BackendName, bytes, str | None, dict[str, str], list[int]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -63,18 +70,14 @@ class Tokenizer:
             raise Z2aError(f"no tokenizer in {directory}: make one with {made_by}")
         self.__setstate__((Path(directory), backend, read_regular(path), *_chat_settings(Path(directory))))
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> TokenizerState:
         """All that defines a tokenizer, so that a copy, also in another process, is built in the same safe way."""
-        chat = (self.chat_template, self._named_tokens, self._end_ids)
-        return (self.directory, self._wanted_backend, self.json_bytes, *chat)
+        return self._state
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.directory: Path = state[0]
-        self._wanted_backend: BackendName = state[1]
-        self.json_bytes: bytes = state[2]
-        self.chat_template: str | None = state[3]
-        self._named_tokens: dict[str, str] = state[4]
-        self._end_ids: list[int] = state[5]
+    def __setstate__(self, state: TokenizerState) -> None:
+        self._state = state
+        self.directory, self._wanted_backend, self.json_bytes = state[:3]
+        self.chat_template, self._named_tokens, self._end_ids = state[3:]
         definition = read_tokenizer_json(self.directory / "tokenizer.json", self.json_bytes)
         self.special_ids: dict[str, int] = definition.special_ids
         self.control_ids: list[int] = definition.control_ids

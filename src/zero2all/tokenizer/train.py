@@ -46,7 +46,7 @@ from zero2all.tokenizer.manifest import (
 from zero2all.tokenizer.merge import Merge, bytes_by_id, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
-from zero2all.tokenizer.train_sentencepiece import train_sentencepiece
+from zero2all.tokenizer.sentencepiece_vocabulary import train_sentencepiece
 from zero2all.tokenizer.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -222,13 +222,11 @@ def _count_words(
     """Stage one: ``words.arrow`` in ``work``, and its record."""
     sources = corpus.splits["train"].values()
     available = sum(part.bytes for part in sources)
-    config = PretokenizeConfig(
-        recipe.pattern,
-        recipe.max_han_run,
-        min(1.0, recipe.train_bytes / available) if available else 0.0,
-    )
-    shards = [f"train/{shard}" for part in sources for shard in part.shards]
-    keys = [fingerprint([FORMAT, corpus.files[shard], vars(config)]) for shard in shards]
+    share = min(1.0, recipe.train_bytes / available) if available else 0.0
+    config = PretokenizeConfig(recipe.pattern, recipe.max_han_run, share)
+    counts, classes = work / "counts", work / "classes.npy"
+    names = [f"train/{shard}" for part in sources for shard in part.shards]
+    keys = [fingerprint([FORMAT, corpus.files[name], vars(config)]) for name in names]
     key = fingerprint([keys, SAMPLING_SEED, recipe.max_memory])
     done = work / "words.json"
     if (before := read_finished(CountedWords, done, key)) is not None:
@@ -236,28 +234,27 @@ def _count_words(
     done.unlink(missing_ok=True)
 
     table_memory = _memory_per_table(recipe.max_memory, engine)
-    counts, classes = work / "counts", work / "classes.npy"
     with progress("preparing (the first time on a machine takes a minute)"):
         _write_character_classes(classes)
         warm_up_jit(work / "compile", np.load(classes))
-    stems = [counts / Path(shard).stem for shard in shards]
-    records = {
-        number: record for number, stem in enumerate(stems) if (record := read_finished_count(stem, keys[number]))
-    }
-    todo = [number for number in range(len(shards)) if number not in records]
-    tasks = [(documents / shards[n], stems[n], keys[n], config, classes, table_memory) for n in todo]
-    expected = config.share * available
+    shards = [
+        (documents / name, counts / Path(name).stem, of_shard) for name, of_shard in zip(names, keys, strict=True)
+    ]
+    records = {shard: record for shard in shards if (record := read_finished_count(*shard[1:]))}
+    todo = [shard for shard in shards if shard not in records]
+    tasks = [(*shard, config, classes, table_memory) for shard in todo]
+    expected = share * available
+    left = expected - sum(record.bytes for record in records.values())
     with progress(f"counting the words of {show_bytes(expected)}", expected) as advance:
-        advance(sum(record.bytes for record in records.values()))
+        advance(expected - left)
         if engine.in_process:
             made = engine.run(partial(count_shard, advance=advance), tasks)
         else:
-            left = expected - sum(record.bytes for record in records.values())
             made = engine.run(count_shard, tasks, lambda task: advance(left / len(tasks)))
     records |= dict(zip(todo, made, strict=True))
     shutdown_workers()  # their memory is needed now
 
-    in_order = [records[number] for number in range(len(shards))]
+    in_order = [records[shard] for shard in shards]
     spills = [counts / spill for record in in_order for spill in record.runs]
     rows = sum(record.rows for record in in_order)
     with progress(f"adding up {show_count(rows)} counts", HASH_PARTITIONS) as advance:

@@ -6,9 +6,9 @@
 """
 
 from zero2all.tokens.build_store import build_tokens
+from zero2all.tokens.inspect import opening_prompts
 from zero2all.tokens.manifest import BuiltStore
 from zero2all.tokens.packed_dataset import DocumentSpan, EstimatedStore, PackedDataset, estimate_source_tokens
-from zero2all.tokens.prompts import opening_prompts
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import TokenShard, TokenStore
 from zero2all.tokens.verify import verify_store

@@ -87,23 +87,26 @@ def _build_tokens(
     corpus = read_documents_manifest(documents)
     tokenizer = Tokenizer(tokenizer_dir)
     shards = [
-        _Shard(split, source, shard, entry.kind)
+        _Shard(
+            split=split,
+            source=source,
+            kind=entry.kind,
+            documents=documents / split / name,
+            stem=out / split / Path(name).stem,
+            key=_shard_key(corpus.files[f"{split}/{name}"], entry.kind, tokenizer, recipe),
+        )
         for split, sources in corpus.splits.items()
         for source, entry in sources.items()
-        for shard in entry.shards
+        for name in entry.shards
     ]
     for source in sorted({shard.source for shard in shards if shard.kind != "text"}):
         check_chat_template(tokenizer, source)
-    stems = [out / shard.split / Path(shard.name).stem for shard in shards]
-    keys = [_shard_key(corpus.files[f"{shard.split}/{shard.name}"], shard, tokenizer, recipe) for shard in shards]
     refuse_strangers(out, KIND)
-    records: dict[int, ShardRecord] = {}
-    for number, (stem, key) in enumerate(zip(stems, keys, strict=True)):
-        if (record := _read_finished_record(stem, key, shards[number].kind, verify)) is not None:
-            records[number] = record
-    todo = [number for number in range(len(shards)) if number not in records]
+    found = {shard: record for shard in shards if (record := _read_finished_record(shard, verify)) is not None}
+    todo = [shard for shard in shards if shard not in found]
     template = tokenizer.chat_fingerprint if any(shard.kind != "text" for shard in shards) else ""
-    if _has_other_tokens(out, (corpus.key, tokenizer.fingerprint, template), set(stems), bool(todo)):
+    inputs = (corpus.key, tokenizer.fingerprint, template)
+    if _has_other_tokens(out, inputs, {shard.stem for shard in shards}, bool(todo)):
         before_replace()
     if todo:
         # From here on the old manifest no longer describes the store.
@@ -111,67 +114,66 @@ def _build_tokens(
         write_json(out / MANIFEST, {"kind": KIND, "unfinished": True})
     for split in corpus.splits:
         (out / split).mkdir(parents=True, exist_ok=True)
+    left = corpus.bytes - sum(record.bytes for record in found.values())
     with progress(f"encoding {show_bytes(corpus.bytes)}", corpus.bytes) as advance:
-        advance(sum(record.bytes for record in records.values()))
-        tasks = [
-            (
-                documents / shards[number].split / shards[number].name,
-                stems[number],
-                keys[number],
-                tokenizer_dir,
-                recipe.verify,
-                shards[number].kind,
-            )
-            for number in todo
-        ]
+        advance(corpus.bytes - left)
+        tasks = [(shard, tokenizer_dir, recipe.verify) for shard in todo]
         if engine.in_process:
             encoded = engine.run(partial(_encode_shard, advance=advance), tasks)
         else:
-            remaining = corpus.bytes - sum(record.bytes for record in records.values())
-            encoded = engine.run(_encode_shard, tasks, lambda task: advance(remaining / len(tasks)))
-    records |= dict(zip(todo, encoded, strict=True))
+            encoded = engine.run(_encode_shard, tasks, lambda task: advance(left / len(tasks)))
+    found |= dict(zip(todo, encoded, strict=True))
 
-    digests = {number: sha256_file(stems[number].with_suffix(".json")) for number in records}
-    manifest = _build_manifest(corpus, tokenizer, template, shards, records, digests)
-    _warn_about_refused(shards, records)
-    _remove_other_files([out / split for split in corpus.splits], stems, shards)
+    records = {shard: found[shard] for shard in shards}
+    manifest = _build_manifest(corpus, tokenizer, template, records)
+    _warn_about_refused(records)
+    _remove_other_files([out / split for split in corpus.splits], shards)
     write_manifest(out, KIND, asdict(manifest))
     return BuiltStore(**vars(manifest), reused=not todo)
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard of documents."""
+    """A shard of documents, and the shard of tokens that it becomes."""
 
     split: str
     source: str
-    name: str
     kind: SourceKind
+    documents: Path
+    stem: Path
+    key: str
+    """Fingerprint of everything that the tokens depend on."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return SUFFIXES if self.kind == "text" else (*SUFFIXES, MASK_SUFFIX)
+
+    @property
+    def record(self) -> Path:
+        return self.stem.with_suffix(".json")
 
 
-def _shard_key(digest: str, shard: _Shard, tokenizer: Tokenizer, recipe: TokensRecipe) -> str:
-    template = [] if shard.kind == "text" else [tokenizer.chat_fingerprint, MASK_VERSION]
-    kind = [shard.kind] if shard.kind in ("preference", "rating") else []
-    return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template, *kind])
+Records = dict[_Shard, ShardRecord]
 
 
-def _remove_other_files(directories: list[Path], stems: list[Path], shards: list[_Shard]) -> None:
+def _shard_key(digest: str, kind: SourceKind, tokenizer: Tokenizer, recipe: TokensRecipe) -> str:
+    template = [] if kind == "text" else [tokenizer.chat_fingerprint, MASK_VERSION]
+    kinds = [kind] if kind in ("preference", "rating") else []
+    return fingerprint([FORMAT, digest, tokenizer.fingerprint, recipe.verify, *template, *kinds])
+
+
+def _remove_other_files(directories: list[Path], shards: list[_Shard]) -> None:
     """Files of a removed source, or partially written by a killed process."""
-    expected = {
-        stem.with_suffix(suffix)
-        for stem, shard in zip(stems, shards, strict=True)
-        for suffix in (*_suffixes(shard.kind), ".json")
-    }
+    expected = {shard.stem.with_suffix(suffix) for shard in shards for suffix in (*shard.suffixes, ".json")}
     for directory in directories:
         for path in directory.iterdir():
             if path not in expected:
                 path.unlink()
 
 
-def _warn_about_refused(shards: list[_Shard], records: dict[int, ShardRecord]) -> None:
-    for source in dict.fromkeys(shard.source for shard in shards):
-        mine = [records[number] for number, shard in enumerate(shards) if shard.source == source]
-        refused = [record for record in mine if record.refused]
+def _warn_about_refused(records: Records) -> None:
+    for source in dict.fromkeys(shard.source for shard in records):
+        refused = [record for shard, record in records.items() if shard.source == source and record.refused]
         if refused:
             count = sum(record.refused for record in refused)
             warn(f"source {source!r}: {count} conversations are left out; the first is {refused[0].first_refused}")
@@ -191,30 +193,24 @@ def _has_other_tokens(out: Path, inputs: tuple[str, str, str], stems: set[Path],
     return is_incomplete or stems != {out / split / shard for split, source in sources for shard in source["shards"]}
 
 
-def _build_manifest(
-    corpus: DocumentsManifest,
-    tokenizer: Tokenizer,
-    template: str,
-    shards: list[_Shard],
-    records: dict[int, ShardRecord],
-    digests: dict[int, str],
-) -> StoreManifest:
+def _build_manifest(corpus: DocumentsManifest, tokenizer: Tokenizer, template: str, records: Records) -> StoreManifest:
     splits: dict[str, dict[str, SourceShards]] = {}
     for split, sources in corpus.splits.items():
         splits[split] = {}
-        for source in sources:
-            numbers = [n for n, shard in enumerate(shards) if (shard.split, shard.source) == (split, source)]
-            source_records = [records[number] for number in numbers]
+        for source, entry in sources.items():
+            mine = {
+                shard: record for shard, record in records.items() if (shard.split, shard.source) == (split, source)
+            }
             splits[split][source] = SourceShards(
-                documents=sum(record.documents for record in source_records),
-                tokens=sum(record.tokens for record in source_records),
-                bytes=sum(record.bytes for record in source_records),
-                shards=[record.shard for record in source_records],
-                shard_tokens=[record.tokens for record in source_records],
-                sha256=[record.files[".bin"] for record in source_records],
-                records=[digests[number] for number in numbers],
-                refused=sum(record.refused for record in source_records),
-                kind=corpus.splits[split][source].kind,
+                documents=sum(record.documents for record in mine.values()),
+                tokens=sum(record.tokens for record in mine.values()),
+                bytes=sum(record.bytes for record in mine.values()),
+                shards=[record.shard for record in mine.values()],
+                shard_tokens=[record.tokens for record in mine.values()],
+                sha256=[record.files[".bin"] for record in mine.values()],
+                records=[sha256_file(shard.record) for shard in mine],
+                refused=sum(record.refused for record in mine.values()),
+                kind=entry.kind,
             )
     return StoreManifest(
         format=FORMAT,
@@ -228,39 +224,27 @@ def _build_manifest(
     )
 
 
-def _suffixes(kind: SourceKind) -> tuple[str, ...]:
-    return SUFFIXES if kind == "text" else (*SUFFIXES, MASK_SUFFIX)
-
-
-def _read_finished_record(stem: Path, key: str, kind: SourceKind, verify: bool) -> ShardRecord | None:
-    path = stem.with_suffix(".json")
-
+def _read_finished_record(shard: _Shard, verify: bool) -> ShardRecord | None:
     def are_intact(record: ShardRecord) -> bool:
-        return set(record.files) == set(_suffixes(kind)) and all(
-            is_intact(stem.with_suffix(suffix), path, digest, record.samples.get(suffix), verify)
+        return set(record.files) == set(shard.suffixes) and all(
+            is_intact(shard.stem.with_suffix(suffix), shard.record, digest, record.samples.get(suffix), verify)
             for suffix, digest in record.files.items()
         )
 
-    return read_finished(ShardRecord, path, key, are_intact)
+    return read_finished(ShardRecord, shard.record, shard.key, are_intact)
 
 
 def _encode_shard(
-    parquet: Path,
-    stem: Path,
-    key: str,
-    tokenizer_dir: Path,
-    verify: float,
-    kind: SourceKind,
-    advance: Callable[[float], None] = lambda size: None,
+    shard: _Shard, tokenizer_dir: Path, verify: float, advance: Callable[[float], None] = lambda size: None
 ) -> ShardRecord:
     """One task: encode, verify, publish."""
-    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer, stem, kind = load_tokenizer(tokenizer_dir), shard.stem, shard.kind
     unverified_stem = stem.with_name(f".{stem.name}-partial")
     documents = tokens = total_bytes = verified = 0
     refused: list[str] = []
     with (
         TokenShardWriter(unverified_stem, tokenizer.vocab_size, with_mask=kind != "text") as writer,
-        pq.ParquetFile(arrow_source(parquet)) as table,
+        pq.ParquetFile(arrow_source(shard.documents)) as table,
     ):
         batches = table.iter_batches(ENCODE_BATCH_DOCUMENTS, columns=COLUMNS if kind == "text" else CHAT_COLUMNS)
         for rendered in _render_ahead(batches, tokenizer, kind):
@@ -283,13 +267,12 @@ def _encode_shard(
             tokens += writer.write(document_rows, encoded, tokenizer.eos_token_id, masks)
             total_bytes += (size := pc.sum(rendered.sizes).as_py() or 0)
             advance(size)
-    for suffix in _suffixes(kind):
+    for suffix in shard.suffixes:
         unverified_stem.with_suffix(suffix).replace(stem.with_suffix(suffix))
-    counts = (documents, tokens, total_bytes, verified)
-    record = ShardRecord(
-        stem.name, key, *counts, **vars(shard_checksums(stem)), refused=len(refused), first_refused="".join(refused[:1])
-    )
-    write_record(stem.with_suffix(".json"), record)
+    counts, checksums = (documents, tokens, total_bytes, verified), vars(shard_checksums(stem))
+    first_refused = "".join(refused[:1])
+    record = ShardRecord(stem.name, shard.key, *counts, **checksums, refused=len(refused), first_refused=first_refused)
+    write_record(shard.record, record)
     return record
 
 

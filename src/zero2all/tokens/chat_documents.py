@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from zero2all.conversation import ChatExample, Conversation, SourceKind
 from zero2all.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
-from zero2all.tokenizer.chat import ChatInput, RenderedChat
-from zero2all.tokenizer.template_process import ChatTemplateError, TemplateLimitError
+from zero2all.tokenizer.chat import ChatInput, ChatTemplateError, RenderedChat, TemplateLimitError
 
 COLUMNS = ["gid", "data_src", "title", "content"]
 CHAT_COLUMNS = [*COLUMNS, "others"]

@@ -72,13 +72,14 @@ class ConversationRows:
         self.shards, self.seq_len, self.per_example = shards, seq_len, per_example
         of_shards = [_DocumentColumns.read(shard) for shard in shards]
         self._first_documents = np.cumsum([0, *(len(columns.lengths) for columns in of_shards)])
-        self._lengths = _concatenate([columns.lengths for columns in of_shards])
-        self._targets = _concatenate([columns.targets for columns in of_shards])
-        self._desirable = _concatenate([columns.rejected for columns in of_shards]) == 0
+        # Of all documents of the source, also those that are left out: tokens, targets, and no rejected answer.
+        self.document_lengths = _concatenate([columns.lengths for columns in of_shards])
+        self.document_targets = _concatenate([columns.targets for columns in of_shards])
+        self.document_desirable: Array = _concatenate([columns.rejected for columns in of_shards]) == 0
         # One row an example; a last document without its pair cannot be there.
-        lengths = self._lengths.reshape(-1, per_example).sum(1)
-        fits, answered = lengths <= seq_len + 1, (self._targets.reshape(-1, per_example) > 0).all(1)
-        wanted = (self._desirable | (not only_desirable)).reshape(-1, per_example).all(1)
+        lengths = self.document_lengths.reshape(-1, per_example).sum(1)
+        fits, answered = lengths <= seq_len + 1, (self.document_targets.reshape(-1, per_example) > 0).all(1)
+        wanted = (self.document_desirable | (not only_desirable)).reshape(-1, per_example).all(1)
         self.left_out = LeftOut(int((~fits & answered & wanted).sum()), int((~answered & wanted).sum()))
         used = np.flatnonzero(fits & answered & wanted)
         if packing:
@@ -97,18 +98,13 @@ class ConversationRows:
         return len(self._documents) // self.per_example
 
     @property
-    def num_documents(self) -> int:
-        """Of the source, with those that are left out."""
-        return len(self._lengths)
-
-    @property
     def num_targets(self) -> int:
-        return int(self._targets[self._documents].sum())
+        return int(self.document_targets[self._documents].sum())
 
     @property
     def fill(self) -> float:
         """The share of positions with a token of a conversation."""
-        return float(self._lengths[self._documents].sum() / max(1, len(self) * (self.seq_len + 1)))
+        return float(self.document_lengths[self._documents].sum() / max(1, len(self) * (self.seq_len + 1)))
 
     def read(self, row: int) -> tuple[Array, Array]:
         """The tokens of a row as int64 [seq_len + 1], and which of them are targets."""
@@ -116,7 +112,7 @@ class ConversationRows:
         mask = np.zeros(self.seq_len + 1, dtype=bool)
         begin = 0
         for number in self._members(row).tolist():
-            end = begin + int(self._lengths[number])
+            end = begin + int(self.document_lengths[number])
             tokens[begin:end], mask[begin:end] = self.read_document(number)
             begin = end
         tokens[begin:] = tokens[begin - 1]  # the end-of-text token, which every document ends with
@@ -124,7 +120,7 @@ class ConversationRows:
 
     def is_first(self, row: int) -> Array:
         """Which tokens of a row are the first of a conversation; each token of the padding stands alone."""
-        ends = np.cumsum(self._lengths[self._members(row)])
+        ends = np.cumsum(self.document_lengths[self._members(row)])
         found = np.zeros(self.seq_len + 1, dtype=bool)
         found[ends[:-1]] = True
         found[ends[-1] :] = True
@@ -144,36 +140,20 @@ class ConversationRows:
 
     def _document(self, number: int) -> RowDocument:
         shard = int(np.searchsorted(self._first_documents, number, side="right")) - 1
-        return RowDocument(self.shards[shard], number - int(self._first_documents[shard]), int(self._lengths[number]))
+        first, tokens = int(self._first_documents[shard]), int(self.document_lengths[number])
+        return RowDocument(self.shards[shard], number - first, tokens)
 
     def answers(self, row: int) -> RowAnswers:
         mask, members = self.read(row)[1], self._members(row)
-        numbers = np.repeat(np.arange(1, len(members) + 1), self._lengths[members])
+        numbers = np.repeat(np.arange(1, len(members) + 1), self.document_lengths[members])
         segments = np.pad(numbers, (0, self.seq_len + 1 - len(numbers))) * mask
-        lengths, desirable = self._targets[members].tolist(), self._desirable[members].tolist()
+        lengths, desirable = self.document_targets[members].tolist(), self.document_desirable[members].tolist()
         return RowAnswers(segments, members.tolist(), lengths, desirable)
 
     @property
     def used_documents(self) -> Array:
         """The documents that are in a row, in their order."""
         return np.sort(self._documents)
-
-    @property
-    def document_lengths(self) -> Array:
-        """Tokens of each document of the source."""
-        return self._lengths
-
-    @property
-    def document_targets(self) -> Array:
-        """Targets of each document of the source."""
-        targets: Array = self._targets
-        return targets
-
-    @property
-    def document_desirable(self) -> Array:
-        """Whether the answer of each document is not a rejected one."""
-        desirable: Array = self._desirable
-        return desirable
 
     def row_documents(self, row: int) -> list[int]:
         """The documents of a row, counted over all shards."""
@@ -182,11 +162,11 @@ class ConversationRows:
 
     def count_targets(self, row: int) -> int:
         """Targets of a row, as ``read`` marks them."""
-        return int(self._targets[self._members(row)].sum())
+        return int(self.document_targets[self._members(row)].sum())
 
     def count_answers(self, row: int) -> AnswerCounts:
         members = self._members(row)
-        desirable = int(self._targets[members][self._desirable[members]].sum())
+        desirable = int(self.document_targets[members][self.document_desirable[members]].sum())
         return AnswerCounts(len(members) // self.per_example, desirable)
 
     def _members(self, row: int) -> Array:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -19,22 +18,6 @@ from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
 PACKING = "concat"
 LARGE_VOCABULARY = 32768
 BYTES_PER_TOKEN = (3, 4)  # of mixed Chinese, English and code: below a large vocabulary, and with one
-
-
-class SizedStore(Protocol):
-    """What planning needs of a token store; ``TokenStore`` has it."""
-
-    @property
-    def sources(self) -> Mapping[str, list[TokenShard]]: ...
-
-    @property
-    def shard_tokens(self) -> Mapping[str, list[int]]: ...
-
-    @property
-    def kinds(self) -> Mapping[str, SourceKind]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
 
 class EstimatedStore:
@@ -133,7 +116,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        store: SizedStore,
+        store: TokenStore | EstimatedStore,
         seq_len: int,
         seed: int = 0,
         stage: str = "main",
@@ -154,7 +137,7 @@ class PackedDataset:
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)
         rows = [conversations, sorted(whole)] if whole else []
-        self.fingerprint = fingerprint([asdict(self.order.describe()), store.fingerprint, seq_len, PACKING, *rows])
+        self.fingerprint = fingerprint([self.order.describe(), store.fingerprint, seq_len, PACKING, *rows])
 
     @classmethod
     def open(

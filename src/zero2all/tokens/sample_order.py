@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,18 +26,6 @@ from zero2all.errors import UsageError
 BLOCK_SAMPLES = 2**16
 FEISTEL_ROUNDS = 4
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class OrderDescription:
-    """Everything that an order depends on, for fingerprints."""
-
-    seed: int
-    stage: str
-    rows: dict[str, int]
-    """Sequences by source."""
-    quotas: dict[str, int]
-    """Samples of a block by pool."""
 
 
 class SampleOrder:
@@ -82,13 +69,11 @@ class SampleOrder:
         """Sequences of all sources in the mixture."""
         return int(self._sequence_counts.sum())
 
-    def describe(self) -> OrderDescription:
-        return OrderDescription(
-            seed=self.seed,
-            stage=self.stage,
-            rows={name: int(count) for name, count in zip(self.names, self._sequence_counts, strict=True)},
-            quotas={name: int(quota) for name, quota in zip(self._pool_names, self.quotas, strict=True)},
-        )
+    def describe(self) -> dict[str, Any]:
+        """Everything that an order depends on: sequences by source, and samples of a block by pool."""
+        rows = dict(zip(self.names, self._sequence_counts.tolist(), strict=True))
+        quotas = dict(zip(self._pool_names, self.quotas.tolist(), strict=True))
+        return {"seed": self.seed, "stage": self.stage, "rows": rows, "quotas": quotas}
 
     def locate(self, start: int, stop: int) -> tuple[Array, Array]:
         """For samples [start, stop): the index of each source in ``names``, and of the sequence in that source."""

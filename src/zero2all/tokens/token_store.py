@@ -264,7 +264,8 @@ def _map_document_offsets(shard: TokenShard) -> Array:
     path, start = shard.stem.with_suffix(".idx"), len(MAGIC) + HEADER.size
     index: Array = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[start : start + 12 * count]
     lengths, offsets = index[: 4 * count].view("<i4"), index[4 * count :].view("<i8")
-    if count and int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize != len(shard.tokens) * dtype.itemsize:
+    end = int(offsets[-1]) // dtype.itemsize + int(lengths[-1]) if count else 0
+    if end != len(shard.tokens):
         raise damaged_error(path, "does not describe the .bin beside it")
     return offsets
 
@@ -282,19 +283,15 @@ def _map_mask(shard: TokenShard) -> Array:
 
 @lru_cache(maxsize=MAX_OPEN_INDEXES)
 def _load_document_index(shard: TokenShard) -> DocumentIndex:
-    start = len(MAGIC) + HEADER.size
-    lengths = np.fromfile(shard.stem.with_suffix(".idx"), dtype="<i4", count=shard._header[1], offset=start)
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if starts[-1] != len(shard.tokens):
-        raise damaged_error(shard.stem.with_suffix(".idx"), "does not describe the .bin beside it")
+    starts = np.append(_map_document_offsets(shard) // shard._header[0].itemsize, len(shard.tokens))
     path = shard.stem.with_suffix(".docs.arrow")
     try:
         info_reader = pa.ipc.open_file(pa.memory_map(str(path)))
         sizes = [info_reader.get_batch(number).num_rows for number in range(info_reader.num_record_batches)]
     except (OSError, pa.ArrowInvalid) as error:
         raise damaged_error(path, f"cannot be read ({error})") from error
-    if sum(sizes) != len(lengths):
-        raise damaged_error(path, f"names {sum(sizes)} documents, not {len(lengths)}")
+    if sum(sizes) != len(starts) - 1:
+        raise damaged_error(path, f"names {sum(sizes)} documents, not {len(starts) - 1}")
     return DocumentIndex(starts, info_reader, np.cumsum([0, *sizes]))
 
 

@@ -33,9 +33,9 @@ class MismatchedAnswers:
                 f"all conversations of {source} have the same prompt, and KTO needs answers to different prompts: "
                 f"leave {source} out of train.mixture, or put it into one source with other prompts"
             )
-        self._next = np.full(rows.num_documents, -1, dtype=np.int64)
+        self._next = np.full(len(rows.document_lengths), -1, dtype=np.int64)
         self._next[used] = used[partners]
-        self.lengths = np.full(rows.num_documents, np.iinfo(np.int64).max, dtype=np.int64)
+        self.lengths = np.full(len(rows.document_lengths), np.iinfo(np.int64).max, dtype=np.int64)
         self.lengths[used] = sizes[:, 0] + sizes[partners, 1] + 1
 
     def read(self, number: int) -> tuple[Array, Array]:

@@ -16,8 +16,7 @@ from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
 from zero2all.recipe.run_settings import stage_settings
-from zero2all.tokens import PackedDataset
-from zero2all.tokens.packed_dataset import SizedStore
+from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore
 from zero2all.train.lr_schedule import LRSchedule, StageSchedule
 from zero2all.units import Duration
 
@@ -98,7 +97,7 @@ class Plan:
     >>> stage.sample_range(1000), stage.lr_multiplier(1000)
     """
 
-    def __init__(self, recipe: Recipe, store: SizedStore) -> None:
+    def __init__(self, recipe: Recipe, store: TokenStore | EstimatedStore) -> None:
         self.model, self.store = recipe.model, store
         self.compares_answers = recipe.train.objective.compares_answers
         self.stages: list[StagePlan] = []

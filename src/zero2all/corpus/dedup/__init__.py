@@ -1,6 +1,5 @@
-"""Deduplication: exact and near duplicates, boilerplate lines, and text of evaluation sets.
+"""Deduplication: exact and near duplicates, and text of evaluation sets.
 
 Every step is a plain function from paths to paths and counts, so that it can run as one task anywhere; steps that need
-all documents at once are shuffles through files, one partition per task. ``find_duplicates`` runs
-those for complete documents in order.
+all documents at once are shuffles through files, one partition per task. ``stage.py`` runs them in order.
 """

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.corpus.dedup.drops import DROP_DTYPE, EXACT
-from zero2all.corpus.dedup.params import DedupParams
 from zero2all.corpus.dedup.shuffle import (
     GID_DTYPE,
     LABEL_COLUMNS,
+    DedupParams,
     argsort_by,
     document_labels,
     gids_to_bytes,

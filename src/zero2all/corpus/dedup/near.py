@@ -10,25 +10,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.corpus.dedup.components import both_directions, make_edges
 from zero2all.corpus.dedup.drops import DROP_DTYPE, NEAR, read_shard_rows
-from zero2all.corpus.dedup.minhash import Sketches, band_hashes, estimate_jaccard, minhash_signatures, pack_sketches
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shingles import Counts, Hashes, hash_ngrams, hash_units
+from zero2all.corpus.dedup.shingles import (
+    Counts,
+    Hashes,
+    Sketches,
+    band_hashes,
+    estimate_jaccard,
+    hash_ngrams,
+    hash_units,
+    minhash_signatures,
+    pack_sketches,
+)
 from zero2all.corpus.dedup.shuffle import (
     GID_DTYPE,
     LABEL_COLUMNS,
-    SHINGLE_CHARACTERS,
+    DedupParams,
     Rows,
     argsort_by,
     document_labels,
     gids_to_bytes,
     gids_to_hex,
     group_starts,
+    load_rows,
     read_columns,
     read_partition,
     save_rows,
@@ -38,6 +47,8 @@ from zero2all.corpus.dedup.shuffle import (
 
 SIGNATURE_CHARACTERS = 2**19  # per batch of signatures: few values per character, and faster with many documents
 MAX_BUCKET_LEADERS, MAX_COMPONENT_LEADERS = 16, 1024
+EDGE_DTYPE: Final = np.dtype([("one", GID_DTYPE), ("other", GID_DTYPE)])
+"""In both directions, sorted. As labels: from a document to the smallest gid of its component."""
 
 
 def node_dtype(params: DedupParams) -> np.dtype[np.void]:
@@ -58,22 +69,19 @@ def _dtype_fields(kind: np.dtype[np.void]) -> Iterator[tuple[str, np.dtype[np.ge
         yield name, kind[name]
 
 
-def write_signatures(
-    shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path] = ()
-) -> dict[str, int]:
-    """Write the band rows of a shard, sorted by hash; documents already in ``dropped`` are skipped."""
+def write_signatures(shard: Path, number: int, out: Path, params: DedupParams, dropped: Sequence[Path]) -> int:
+    """Write the band rows of a shard, sorted by hash; those in ``dropped`` are skipped. Returns how many."""
     dropped_counts = Counter(gids_to_hex(read_shard_rows(dropped, number)["gid"]))
     parts = [np.zeros(0, dtype=band_dtype(params))]
-    documents = compared = 0
+    compared = 0
     for columns in read_columns(shard, [*LABEL_COLUMNS, "content"]):
-        documents += len(columns["gid"])
         for nodes, hashes in compute_signatures(
             columns, remaining_mask(columns["gid"], dropped_counts), number, params
         ):
             parts.append(band_rows(nodes, hashes, params))
             compared += len(nodes)
     save_sorted(out, np.concatenate(parts), "hash", "rank", "gid")
-    return {"documents": documents, "compared": compared}
+    return compared
 
 
 def remaining_mask(gids: Sequence[str], dropped_counts: Counter[str]) -> NDArray[np.bool_]:
@@ -107,11 +115,7 @@ def compute_signatures(
 
 def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
     """The hashed shingles of all texts in a row, and how many each text has."""
-    parts = [
-        hash_ngrams(hash_units([texts[place] for place in chunk], code), params.ngram)
-        for chunk in split_by_characters(texts, np.arange(len(texts)), SHINGLE_CHARACTERS)
-    ]
-    return np.concatenate([hashes for hashes, _ in parts]), np.concatenate([counts for _, counts in parts])
+    return hash_ngrams(hash_units(texts, code), params.ngram)
 
 
 def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
@@ -124,10 +128,10 @@ def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:
 
 def write_near_links(
     files: Sequence[Path], partition: int, partitions: int, edges: Path, nodes: Path, params: DedupParams
-) -> tuple[int, int]:
+) -> int:
     """Link the documents of each bucket to the best document in it that they are similar to. Linear in its size.
 
-    Returns the number of rows of links and of nodes written.
+    Returns the number of rows of nodes written.
     """
     rows = _in_shared_buckets(read_partition(files, partition, partitions))
     rows = rows[argsort_by(rows, "hash", "rank", "gid")]
@@ -142,7 +146,7 @@ def write_near_links(
         node_rows[name] = ends[name]
     save_rows(edges, found)
     save_rows(nodes, node_rows)
-    return len(found), len(node_rows)
+    return len(node_rows)
 
 
 def _in_shared_buckets(rows: Rows) -> Rows:
@@ -179,14 +183,56 @@ def cluster_by_leader(
     return leaders
 
 
+def make_edges(one: Rows, other: Rows) -> Rows:
+    edges = np.zeros(len(one), dtype=EDGE_DTYPE)
+    edges["one"], edges["other"] = one, other
+    return edges
+
+
+def both_directions(edges: Rows) -> Rows:
+    """Sorted, each once."""
+    edges = np.concatenate([edges, make_edges(edges["other"], edges["one"])])
+    edges = edges[argsort_by(edges, "one", "other")]
+    return edges[group_starts(edges)]
+
+
+def connect_components(edge_files: Sequence[Path], out: Path) -> None:
+    """Write the labels of all documents with links. A smallest gid itself has no label.
+
+    Links are read a file at a time, so that memory grows with the documents that have links, not with the links.
+    """
+    ends = [np.unique(load_rows(path)["one"]) for path in edge_files]
+    gids = np.unique(np.concatenate([np.zeros(0, dtype=GID_DTYPE), *ends]))
+    roots = np.arange(len(gids))
+    for path in edge_files:
+        edges = load_rows(path)
+        roots = union_find(roots, np.searchsorted(gids, edges["one"]), np.searchsorted(gids, edges["other"]))
+    children = np.flatnonzero(roots != np.arange(len(gids)))
+    save_rows(out, make_edges(gids[children], gids[roots[children]]))
+
+
+def union_find(parent: Counts, one: Counts, other: Counts) -> Counts:
+    """Union-find for all edges at once: hang roots below smaller roots, shorten all paths, until nothing moves."""
+    parent = parent.copy()
+    while True:
+        first, second = parent[one], parent[other]
+        apart = first != second
+        if not apart.any():
+            return parent
+        one, other, first, second = one[apart], other[apart], first[apart], second[apart]
+        np.minimum.at(parent, np.maximum(first, second), np.minimum(first, second))
+        while not np.array_equal(parent, parent[parent]):
+            parent = parent[parent]
+
+
 def write_labeled_nodes(
-    node_files: Sequence[Path], labels: Sequence[Path], partition: int, partitions: int, out: Path, params: DedupParams
+    node_files: Sequence[Path], labels: Path, partition: int, partitions: int, out: Path, params: DedupParams
 ) -> int:
     """The nodes of a range of gids with their components, sorted by component. All tasks read each file once."""
     nodes = read_partition(node_files, partition, partitions, "gid")
     nodes = nodes[argsort_by(nodes, "gid")]
     nodes = nodes[group_starts(nodes["gid"])]  # a document has a row from each bucket that it met another in
-    known = read_partition(labels, partition, partitions, "one")
+    known = read_partition([labels], partition, partitions, "one")
     rows = np.zeros(len(nodes), dtype=labeled_dtype(params))
     for name in nodes.dtype.names or ():
         rows[name] = nodes[name]

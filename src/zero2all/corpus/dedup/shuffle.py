@@ -1,13 +1,15 @@
 """A shuffle through files: each shard writes one file of rows sorted by hash, each partition reads its range of all.
 
 A partition is a range of hashes, so it is a slice of every file, found by bisection: there is one file for a shard and
-not one for each shard and partition, and the reader chooses the number of partitions, not the writer.
+not one for each shard and partition, and the reader chooses the number of partitions, not the writer. ``DedupParams``
+says how many there are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -17,8 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from zero2all.corpus.code_paths import is_labeled_as_code
-from zero2all.corpus.dedup.params import DedupParams
+from zero2all.corpus.document import is_labeled_as_code
 from zero2all.errors import Z2aError
 from zero2all.io import atomic_path
 from zero2all.paths import RemotePath, arrow_source
@@ -159,3 +160,40 @@ def document_labels(columns: dict[str, list[str]], params: DedupParams) -> tuple
     """For each document its source priority, and whether it is code."""
     priorities = [params.get_priority(source) for source in columns["data_src"]]
     return priorities, list(map(is_labeled_as_code, columns["category"], columns["title"], columns["others"]))
+
+
+SORT_COPIES = 4  # of its rows that a task holds at once: read, order and sorted copies
+TASK_OVERHEAD_BYTES = 256 << 20  # the interpreter and its libraries
+
+
+@dataclass(frozen=True)
+class DedupParams:
+    source_priority: tuple[str, ...] = ()
+    """Sources, best first: of equal documents the one from the best source stays. Unnamed sources come last."""
+    partitions: int = 16
+    """Parts that a shuffle is split into, at least. There are more where a part would not fit into the memory."""
+    task_bytes: int = 2 << 30
+    """Memory that one task may take, about."""
+    bands: int = 14
+    rows_per_band: int = 8
+    """Signature values in a band. 14 x 8 finds a pair at Jaccard 0.8 with probability 0.92, at 0.85 with 0.99."""
+    ngram: int = 5
+    min_shingles: int = 5
+    """A document with fewer shingles is only compared exactly."""
+    threshold: float = 0.8
+    margin: float = 0.04
+    """How far an estimate may lie below the threshold: one standard deviation of it, with 112 slots at Jaccard 0.8.
+    A wider margin finds a few more pairs and drops more that are not similar: tests/corpus/test_dedup.py has both."""
+    seed: int = 1
+
+    def partitions_for(self, rows: int, row_bytes: int) -> int:
+        """Into how many parts rows are split so that a task can sort one of them in memory."""
+        needed = -(-rows * row_bytes * SORT_COPIES // max(1, self.task_bytes - TASK_OVERHEAD_BYTES))
+        return max(self.partitions, needed)
+
+    @property
+    def slots(self) -> int:
+        return self.bands * self.rows_per_band
+
+    def get_priority(self, data_src: str) -> int:
+        return self.source_priority.index(data_src) if data_src in self.source_priority else len(self.source_priority)

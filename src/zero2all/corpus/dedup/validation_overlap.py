@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.corpus.dedup.drops import count_drops, write_drops
-from zero2all.corpus.dedup.minhash import estimate_jaccard
 from zero2all.corpus.dedup.near import (
     MAX_BUCKET_LEADERS,
     band_dtype,
@@ -22,10 +21,10 @@ from zero2all.corpus.dedup.near import (
     node_dtype,
     remaining_mask,
 )
-from zero2all.corpus.dedup.params import DedupParams
-from zero2all.corpus.dedup.shingles import Hashes
+from zero2all.corpus.dedup.shingles import Hashes, estimate_jaccard
 from zero2all.corpus.dedup.shuffle import (
     LABEL_COLUMNS,
+    DedupParams,
     Rows,
     argsort_by,
     gids_to_hex,

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import httpx2
 
-from zero2all.corpus.fetch.fetch_manifest import FetchedFile
-from zero2all.corpus.fetch.remote_file import FileDigests, RemoteFile, ResponseHeaders
+from zero2all.corpus.fetch.remote_file import FetchedFile, FileDigests, RemoteFile, ResponseHeaders
 from zero2all.http_client import Backoff, HttpClient, HttpError, Stopped, TransientError
 from zero2all.units import show_bytes
 

@@ -7,60 +7,35 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from zero2all.console import progress, say
 from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile, run_all
-from zero2all.corpus.fetch.fetch_manifest import FetchedFile, FetchRecord
-from zero2all.corpus.fetch.hub import HubAccess
 from zero2all.corpus.fetch.remote_file import (
     WORK_DIRECTORY,
+    FetchedFile,
+    FetchRecord,
     FileDigests,
     RemoteFile,
     check_paths,
     is_in_hidden_directory,
     probe_file,
 )
-from zero2all.corpus.fetch.sources import FileSelection, SourceLister, parse_source, recipe_sources
+from zero2all.corpus.fetch.sources import FetchOptions, list_selected, parse_source, recipe_sources
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError, is_disk_full
-from zero2all.http_client import HttpClient, split_url
+from zero2all.http_client import HttpClient
 from zero2all.io import disk_full_error
 from zero2all.paths import RemotePath
 from zero2all.recipe import SourceRecipe
 from zero2all.units import show_bytes
 
-DEFAULT_WORKERS = 8
-HUB_ENDPOINT = "https://huggingface.co"
 UNKNOWN_SIZE_LIMIT = 10 * 10**9  # of files whose size the server does not say
 MAX_FAILED_FILES = 10  # after which the rest is not tried
 MAX_VERSIONS = 4  # of a file that changes during its download
 LOCK_PATIENCE = 0.0  # seconds
-
-
-@dataclass(frozen=True)
-class FetchOptions:
-    selection: FileSelection = field(default_factory=FileSelection)
-    endpoint: str = HUB_ENDPOINT
-    """URL of the Hugging Face Hub, or of a mirror."""
-    token: str | None = field(default=None, repr=False)
-    """For private and gated repositories; it is sent to the endpoint only."""
-    revision: str = "main"
-    """Branch, tag or commit on the Hub."""
-    workers: int = DEFAULT_WORKERS
-    """Files that are downloaded at the same time."""
-    sha256: str | None = None
-    """Expected checksum of the only file."""
-    max_size: int | None = None
-    """Largest file that is accepted."""
-    timeout: float = 30.0
-    """Seconds to wait for a connection or for data."""
-
-    def hub(self) -> HubAccess:
-        split_url(self.endpoint)
-        return HubAccess(self.endpoint.rstrip("/"), self.token, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -78,14 +53,14 @@ class FetchResult:
 
 def list_files(sources: list[str], options: FetchOptions) -> list[RemoteFile]:
     """The files that would be downloaded."""
-    return _list_files(sources, options, options.hub().client(), threading.Event())
+    return _list_files(sources, options, options.client(), threading.Event())
 
 
 def fetch_files(sources: list[str], to: Path, options: FetchOptions) -> FetchResult:
     """Download all files of the sources into a directory. What is there already is not downloaded again."""
     if isinstance(to, RemotePath):
         raise UsageError(f"{to}: the directory of a download must be on this machine")
-    began, client, stop = time.monotonic(), options.hub().client(), threading.Event()
+    began, client, stop = time.monotonic(), options.client(), threading.Event()
     files = _list_files(sources, options, client, stop)
     work = to / WORK_DIRECTORY
     with lock_directory(work, LockUser("download", to, "--to DIR"), LOCK_PATIENCE):
@@ -117,9 +92,8 @@ def fetch_files(sources: list[str], to: Path, options: FetchOptions) -> FetchRes
 def _list_files(
     sources: list[str], options: FetchOptions, client: HttpClient, stop: threading.Event
 ) -> list[RemoteFile]:
-    lister = SourceLister(client, options.hub(), stop, options.revision, options.workers, options.selection)
     with progress("listing files"):
-        files = lister.list_files([parse_source(text) for text in sources])
+        files = list_selected([parse_source(text) for text in sources], options, client, stop)
     check_paths([file.path for file in files])
     hidden = [file.path for file in files if is_in_hidden_directory(file.path)]
     if hidden:

@@ -23,14 +23,7 @@ _ALNUM = bytes(value for value in range(256) if value >= 128 or chr(value).isaln
 
 
 @register_filter("code_generated")
-def code_generated(
-    document: Document,
-    *,
-    marker: bool = True,
-    max_mean_line: float = 100,
-    max_line: int = 1000,
-    min_alnum: float = 0.25,
-) -> FilterResult:
+def code_generated(document: Document) -> FilterResult:
     """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
 
     The limits on lines and on the share of letters and digits are those of StarCoder (mean 100, longest 1,000
@@ -40,16 +33,16 @@ def code_generated(
         return KEEP
     text = document.content
     lines = text.splitlines()
-    if marker and any(_COMMENT_MARK.match(line) and _GENERATED.search(line) for line in lines[:_HEAD_LINES]):
+    if any(_COMMENT_MARK.match(line) and _GENERATED.search(line) for line in lines[:_HEAD_LINES]):
         return Drop("says that it is generated")
     lengths = [len(line) for line in lines]
-    if not lengths or sum(lengths) > max_mean_line * len(lengths):
+    if not lengths or sum(lengths) > 100 * len(lengths):
         return Drop("long lines on average")
-    if max(lengths) > max_line:
+    if max(lengths) > 1000:
         return Drop("a very long line")
     data = text.encode("utf-8", "replace")
     solid = data.translate(None, b" \t\r\n")
-    if len(solid) - len(solid.translate(None, _ALNUM)) < min_alnum * len(data):
+    if len(solid) - len(solid.translate(None, _ALNUM)) < 0.25 * len(data):
         return Drop("few letters and digits")
     return KEEP
 

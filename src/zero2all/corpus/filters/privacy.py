@@ -26,19 +26,19 @@ _CARD = re.compile(
     re.ASCII,
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", re.ASCII)
-# What each of them has in it. Without lookbehind, so that text without such numbers is skipped at full speed.
+# Any of them. Without lookbehind, so that text without such numbers is skipped at full speed.
 _SUSPICIOUS_NUMBER = re.compile(r"[0-9](?:[0-9]{2}[ -]?[0-9]{4}[ -]?[0-9]{3}|\.[0-9]{1,3}\.[0-9])")
 _IN_EMAIL = re.compile(r"@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2}")
-_IN_CHINESE_ID = re.compile(r"[1-9][0-9]{16}")
-_IN_CARD = re.compile(r"[2-6][0-9]{3}[ -]?[0-9]{4}")
-_IN_MOBILE = re.compile(r"1[3-9][0-9][- ]?[0-9]{4}[- ]?[0-9]{4}")
-_IN_IPV4 = re.compile(r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 
 _RESERVED_DOMAIN = re.compile(
     r"(?:^|\.)(?:example\.(?:com|org|net)|test|example|invalid|localhost|local)$", re.IGNORECASE
 )
 _ID_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
+MIN_ENTROPY = 3.8  # bits per character
 _MIN_LARGEST_OCTET = 64  # 3.2.1.4 is a section or a version
+
+
+_Mask = Callable[[re.Match[str]], str]
 
 
 @register_filter("pii")
@@ -53,20 +53,14 @@ def pii(document: Document, *, in_code: bool = False) -> FilterResult:
         return KEEP
     text = document.content
     if _SUSPICIOUS_NUMBER.search(text):
-        if _IN_CHINESE_ID.search(text):
-            text = _CHINESE_ID.sub(_mask_if(_is_chinese_id, "<id_number>"), text)
-        if _IN_CARD.search(text):
-            text = _CARD.sub(_mask_if(_is_card, "<card>"), text)
-        if _IN_MOBILE.search(text):
-            text = _MOBILE.sub("<phone>", text)
-        if _IN_IPV4.search(text):
-            text = _IPV4.sub(_mask_if(_is_public_address, "<ip>"), text)
+        for pattern, mask in _NUMBERS:
+            text = pattern.sub(mask, text)
     if "@" in text and _IN_EMAIL.search(text):
         text = _EMAIL.sub(lambda found: found[0] if _RESERVED_DOMAIN.search(found[1]) else "<email>", text)
     return KEEP if text == document.content else Change(text, "personal data masked")
 
 
-def _mask_if(is_one: Callable[[str], bool], placeholder: str) -> Callable[[re.Match[str]], str]:
+def _mask_if(is_one: Callable[[str], bool], placeholder: str) -> _Mask:
     return lambda found: placeholder if is_one(found[0]) else found[0]
 
 
@@ -94,6 +88,13 @@ def _is_public_address(dotted: str) -> bool:
     address = ipaddress.IPv4Address(dotted)
     return address.is_global and not address.is_multicast
 
+
+_NUMBERS: tuple[tuple[re.Pattern[str], _Mask], ...] = (
+    (_CHINESE_ID, _mask_if(_is_chinese_id, "<id_number>")),
+    (_CARD, _mask_if(_is_card, "<card>")),
+    (_MOBILE, lambda found: "<phone>"),
+    (_IPV4, _mask_if(_is_public_address, "<ip>")),
+)
 
 # A key ends at the next five dashes: then every position is read for one header only, whatever the text repeats.
 _PRIVATE_KEY = re.compile(
@@ -125,34 +126,31 @@ _PLACEHOLDER_SECRET = re.compile(
 
 
 @register_filter("secrets")
-def secrets(
-    document: Document, *, action: Literal["drop", "mask"] = "drop", min_entropy: float = 3.8, assigned: bool = True
-) -> FilterResult:
+def secrets(document: Document, *, action: Literal["drop", "mask"] = "drop") -> FilterResult:
     """Drop, or mask as ``<secret>``, private keys and tokens of AWS, GitHub, GitLab, Google, Slack and Stripe.
 
-    In code also a long random value given to a name like ``api_key``: at least ``min_entropy`` bits a character,
+    In code also a long random value given to a name like ``api_key``: at least 3.8 bits a character,
     with digits and letters. Values that say that they are examples stay, and so does a key's header without a key.
     """
     text = document.content
-    with_assigned = assigned and classify_text(document) == "code"
     masked = text
     if "PRIVATE KEY" in text:
         masked = _PRIVATE_KEY.sub("<secret>", masked)
     if any(start in text for start in _TOKEN_STARTS):
         masked = _TOKEN.sub(lambda found: found[0] if _PLACEHOLDER_SECRET.search(found[0]) else "<secret>", masked)
-    if with_assigned:
-        masked = _QUOTED_VALUE.sub(lambda found: _mask_assigned(found, min_entropy), masked)
+    if classify_text(document) == "code":
+        masked = _QUOTED_VALUE.sub(_mask_assigned, masked)
     if masked == text:
         return KEEP
     return Drop("secret") if action == "drop" else Change(masked, "secrets masked")
 
 
-def _mask_assigned(found: re.Match[str], min_entropy: float) -> str:
+def _mask_assigned(found: re.Match[str]) -> str:
     value, before = found[1], found.string[max(0, found.start() - 60) : found.start()]
     if not _ASSIGNED_TO_SECRET.search(before):
         return found[0]
     is_mixed = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
-    if not is_mixed or _PLACEHOLDER_SECRET.search(value) or _entropy(value) < min_entropy:
+    if not is_mixed or _PLACEHOLDER_SECRET.search(value) or _entropy(value) < MIN_ENTROPY:
         return found[0]
     return found[0].replace(value, "<secret>")
 

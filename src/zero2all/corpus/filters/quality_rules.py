@@ -9,9 +9,16 @@ import numpy as np
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
-from zero2all.corpus.filters.text_kinds import classify_text, count_han
+from zero2all.corpus.filters.text_kinds import (
+    classify_text,
+    code_points,
+    count_han,
+    extract_prose,
+    letter_mask,
+    split_words,
+)
 
+MIN_STOP_WORDS = 2
 _ENGLISH_STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 # Words of FineWeb-2's list for cmn_Hani, and the most frequent ones of classical prose, which has no 的.
 _CHINESE_STOP_WORDS = re.compile("[的年在月是和日了於為有被人中为他與後也而由之不以其于者与则則我你]")
@@ -27,17 +34,9 @@ def gopher_quality(
     *,
     min_words: int = 50,
     max_words: int = 100_000,
-    min_word_length: float = 3,
     max_word_length: float = 10,
-    max_symbol_ratio: float = 0.1,
-    max_bullet_lines: float = 0.9,
-    max_ellipsis_lines: float = 0.3,
-    min_alpha_words: float = 0.8,
-    min_stop_words: int = 2,
     min_chars_zh: int = 80,
     max_chars_zh: int = 160_000,
-    min_alpha_chars_zh: float = 0.6,
-    stop_words_from_chars_zh: int = 200,
 ) -> FilterResult:
     """Drop what does not look like running text (Rae et al. 2021, https://arxiv.org/abs/2112.11446).
 
@@ -60,21 +59,19 @@ def gopher_quality(
     if kind == "en":
         words = split_words(text)
         count = len(words)
-        reason = _english_length_reason(words, min_words, max_words, min_word_length, max_word_length, min_alpha_words)
-        few_stop_words = _lacks_english_stop_words(words, min_stop_words)
+        reason = _english_length_reason(words, min_words, max_words, max_word_length)
+        few_stop_words = _lacks_english_stop_words(words)
     else:
         count = int(np.count_nonzero(letter_mask(code_points(text))))
-        reason = _chinese_length_reason(text, count, min_chars_zh, max_chars_zh, min_alpha_chars_zh)
-        few_stop_words = count >= stop_words_from_chars_zh and _lacks_chinese_stop_words(text, min_stop_words)
-    reason = reason or _symbol_reason(text, max_symbol_ratio * count, max_bullet_lines, max_ellipsis_lines)
+        reason = _chinese_length_reason(text, count, min_chars_zh, max_chars_zh)
+        few_stop_words = count >= 200 and _lacks_chinese_stop_words(text)
+    reason = reason or _symbol_reason(text, 0.1 * count)
     if not reason and few_stop_words:
         reason = "no stop words"
     return Drop(reason) if reason else KEEP
 
 
-def _english_length_reason(
-    words: list[str], min_words: int, max_words: int, min_length: float, max_length: float, min_alpha: float
-) -> str:
+def _english_length_reason(words: list[str], min_words: int, max_words: int, max_length: float) -> str:
     non_alphabetic = list(filterfalse(str.isalpha, words))
     signs = [word for word in non_alphabetic if not (word[0].isalnum() or _WORD_CHAR.search(word))]
     count = len(words) - len(signs)
@@ -83,30 +80,30 @@ def _english_length_reason(
     if max_words and count > max_words:
         return "too many words"
     mean = (sum(map(len, words)) - sum(map(len, signs))) / count
-    if mean < min_length or (max_length and mean > max_length):
+    if mean < 3 or (max_length and mean > max_length):
         return "word length"
     without_letter = sum(not (word[0].isalpha() or _LETTER.search(word)) for word in non_alphabetic) - len(signs)
-    return "too few words with letters" if count - without_letter < min_alpha * count else ""
+    return "too few words with letters" if count - without_letter < 0.8 * count else ""
 
 
-def _chinese_length_reason(text: str, letters: int, min_chars: int, max_chars: int, min_alpha: float) -> str:
+def _chinese_length_reason(text: str, letters: int, min_chars: int, max_chars: int) -> str:
     if letters < max(1, min_chars):
         return "too few characters"
     if max_chars and letters > max_chars:
         return "too many characters"
-    return "too few letters" if letters < min_alpha * sum(map(len, text.split())) else ""
+    return "too few letters" if letters < 0.6 * sum(map(len, text.split())) else ""
 
 
-def _symbol_reason(text: str, max_symbols: float, max_bullet_lines: float, max_ellipsis_lines: float) -> str:
+def _symbol_reason(text: str, max_symbols: float) -> str:
     if text.count("#") > max_symbols and _hashes_in_lines(text) > max_symbols:
         return "too many hash signs"
     ellipses = text.count("...") + text.count("…") + text.count("。。。")
     if ellipses > max_symbols:
         return "too many ellipses"
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
-    if sum(line.startswith(_BULLETS) for line in lines) > max_bullet_lines * len(lines):
+    if sum(line.startswith(_BULLETS) for line in lines) > 0.9 * len(lines):
         return "too many bullets"
-    if ellipses and sum(line.endswith(_ELLIPSES) for line in lines) > max_ellipsis_lines * len(lines):
+    if ellipses and sum(line.endswith(_ELLIPSES) for line in lines) > 0.3 * len(lines):
         return "too many lines ending in an ellipsis"
     return ""
 
@@ -115,17 +112,14 @@ def _hashes_in_lines(text: str) -> int:
     return sum(line.lstrip().lstrip("#").count("#") for line in text.split("\n"))
 
 
-def _lacks_english_stop_words(words: list[str], wanted: int) -> bool:
-    found = 0
-    for word in words:  # nearly every text has them among its first words
-        found += word.lower() in _ENGLISH_STOP_WORDS
-        if found >= wanted:
-            return False
-    return found < wanted
+def _lacks_english_stop_words(words: list[str]) -> bool:
+    """Nearly every text has them among its first words."""
+    found = (word for word in words if word.lower() in _ENGLISH_STOP_WORDS)
+    return len(list(islice(found, MIN_STOP_WORDS))) < MIN_STOP_WORDS
 
 
-def _lacks_chinese_stop_words(text: str, wanted: int) -> bool:
-    return sum(1 for _ in islice(_CHINESE_STOP_WORDS.finditer(text), wanted)) < wanted
+def _lacks_chinese_stop_words(text: str) -> bool:
+    return len(list(islice(_CHINESE_STOP_WORDS.finditer(text), MIN_STOP_WORDS))) < MIN_STOP_WORDS
 
 
 _END_OF_LINE = (".", "?", "!", '"', "'", "”", "’")
@@ -142,18 +136,7 @@ _POLICY_KEYWORDS = ("javascript", "cookie", "terms of use", "privacy policy", "�
 
 
 @register_filter("c4_quality")
-def c4_quality(
-    document: Document,
-    *,
-    min_sentences: int = 5,
-    min_words_per_line: int = 3,
-    max_word_length: int = 1000,
-    min_sentences_zh: int = 3,
-    min_chars_per_line_zh: int = 5,
-    remove_citations: bool = True,
-    end_punctuation: bool = True,
-    curly_brackets: bool = True,
-) -> FilterResult:
+def c4_quality(document: Document) -> FilterResult:
     """Keep the lines of a web page that read like sentences (Raffel et al. 2020, https://arxiv.org/abs/1910.10683).
 
     The same as published: a line stays if it ends in ``. ? ! " '`` and not in an ellipsis, has at least three words,
@@ -173,24 +156,24 @@ def c4_quality(
     lowered = text.lower()
     if "lorem ipsum" in lowered:
         return Drop("lorem ipsum")
-    if curly_brackets and "{" in text:
+    if "{" in text:
         return Drop("curly bracket")
     ends = _END_OF_LINE_ZH if is_zh else _END_OF_LINE
     may_have_policy_text = any(sign in lowered for sign in _POLICY_KEYWORDS)  # rare, so lines are not checked otherwise
     kept: list[str] = []
     for line in map(str.strip, text.split("\n")):
-        if remove_citations and "[" in line:
+        if "[" in line:
             line = _CITATION.sub("", line).rstrip()
-        if end_punctuation and (not line.endswith(ends) or line.endswith("...")):
+        if not line.endswith(ends) or line.endswith("..."):
             continue
-        is_short = len(line) < min_chars_per_line_zh if is_zh else len(line.split()) < min_words_per_line
+        is_short = len(line) < 5 if is_zh else len(line.split()) < 3
         if may_have_policy_text and _has_policy_text(line):
             continue
-        if not is_short and not _has_long_word(line, max_word_length):
+        if not is_short and not _has_long_word(line, 1000):
             kept.append(line)
     body = "\n".join(kept)
     sentences = len((_SENTENCE_END_ZH if is_zh else _SENTENCE_END).findall(body))
-    if sentences < (min_sentences_zh if is_zh else min_sentences):
+    if sentences < (3 if is_zh else 5):
         return Drop("too few sentences")
     return KEEP if body == text else Change(body, "lines that are no sentences")
 
@@ -211,19 +194,7 @@ _STOP_CHARS_ZH = (*_STOP_CHARS, "。", "！", "？", "；", "：", "，", "」",
 
 
 @register_filter("fineweb_quality")
-def fineweb_quality(
-    document: Document,
-    *,
-    min_punctuated_lines: float = 0.12,
-    max_short_lines: float = 0.67,
-    short_line: int = 30,
-    max_duplicate_chars: float = 0.01,
-    max_newlines_per_word: float = 0.3,
-    min_punctuated_lines_zh: float = 0.106,
-    short_line_zh: int = 10,
-    max_duplicate_chars_zh: float = 0.01,
-    max_newlines_per_char_zh: float = 0.11,
-) -> FilterResult:
+def fineweb_quality(document: Document) -> FilterResult:
     """Drop pages that are lists or menus (Penedo et al. 2024, https://arxiv.org/abs/2406.17557).
 
     The same as published: more than 12 % of lines end in punctuation; fewer than 67 % are of 30 characters or less;
@@ -244,16 +215,15 @@ def fineweb_quality(
     if not lines:
         return Drop("no lines")
     punctuated = sum(line.endswith(_STOP_CHARS_ZH if is_zh else _STOP_CHARS) for line in lines)
-    if punctuated <= (min_punctuated_lines_zh if is_zh else min_punctuated_lines) * len(lines):
+    if punctuated <= (0.106 if is_zh else 0.12) * len(lines):
         return Drop("too few lines end in punctuation")
-    limit = short_line_zh if is_zh else short_line
-    if sum(len(line) <= limit for line in lines) >= max_short_lines * len(lines):
+    if sum(len(line) <= (10 if is_zh else 30) for line in lines) >= 0.67 * len(lines):
         return Drop("too many short lines")
     chars = sum(map(len, lines))
     repeated = chars - sum(map(len, set(lines)))
-    if repeated >= (max_duplicate_chars_zh if is_zh else max_duplicate_chars) * chars:
+    if repeated >= 0.01 * chars:
         return Drop("characters in repeated lines")
     units = chars if is_zh else len(document.content.split())
-    if len(lines) - 1 > (max_newlines_per_char_zh if is_zh else max_newlines_per_word) * units:
+    if len(lines) - 1 > (0.11 if is_zh else 0.3) * units:
         return Drop("too many line ends")
     return KEEP

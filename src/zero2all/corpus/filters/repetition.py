@@ -12,15 +12,14 @@ import numpy.typing as npt
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import code_points, extract_prose, letter_mask, split_words
-from zero2all.corpus.filters.text_kinds import classify_text
+from zero2all.corpus.filters.text_kinds import classify_text, code_points, extract_prose, letter_mask, split_words
 
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
 _ASCII_WORD = re.compile(r"[A-Za-z0-9_]+")
 _LETTER = re.compile(r"[^\W_]")
 _FENCES = ("```", "~~~")
 _LISTING_PREFIXES = ("    ", "\t", "|", "+-")
-_SHORT_TEXT_UNITS = 200  # units
+MIN_TOP_REPEATS = 4
 _FACTORS = tuple(np.uint64(pow(0x9E3779B97F4A7C15, power, 2**64)) for power in range(1, 33))
 
 NgramShares = tuple[tuple[int, float], ...]
@@ -32,15 +31,10 @@ Ints = npt.NDArray[np.int64]
 def gopher_repetition(
     document: Document,
     *,
-    dup_line_frac: float = 0.3,
-    dup_para_frac: float = 0.3,
-    dup_line_char_frac: float = 0.2,
-    dup_para_char_frac: float = 0.2,
     top_n_grams: NgramShares = ((2, 0.2), (3, 0.18), (4, 0.16)),
     dup_n_grams: NgramShares = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1)),
     top_n_grams_zh: NgramShares = ((3, 0.256), (5, 0.201), (6, 0.171)),
     dup_n_grams_zh: NgramShares = ((8, 0.198), (10, 0.182), (11, 0.167), (13, 0.154), (14, 0.14), (16, 0.127)),
-    min_top_repeats: int = 4,
 ) -> FilterResult:
     """Drop text that repeats itself (Rae et al. 2021, table A1, https://arxiv.org/abs/2112.11446).
 
@@ -50,7 +44,7 @@ def gopher_repetition(
     Different: words are what white space separates. Listings, formulas, comments and addresses of links are not
     looked at. Blank lines, and lines without a letter or digit, count neither as lines nor as repeats. Characters in
     repeated n-grams are counted once each, at every place but the first. A most frequent n-gram needs
-    ``min_top_repeats`` places: in short text two make no pattern.
+    ``MIN_TOP_REPEATS`` places: in short text two make no pattern.
 
     Chinese, and scripts that are neither Han nor Latin, are measured in characters without white space and signs,
     an ASCII word being one. A Chinese word has some 1.6 characters, so n words become round(1.6 n) characters; the
@@ -64,28 +58,27 @@ def gopher_repetition(
         return KEEP
     text = extract_prose(document.content)
     paragraphs = [part for part in _PARAGRAPH_BREAK.split(text) if _LETTER.search(part)]
-    reason = _repetition_reason(paragraphs, len(text), dup_para_frac, dup_para_char_frac, "paragraphs")
+    reason = _repetition_reason(paragraphs, len(text), "paragraphs")
     if not reason:
         lines = [line for line in map(str.strip, text.split("\n")) if _LETTER.search(line)]
-        reason = _repetition_reason(lines, len(text), dup_line_frac, dup_line_char_frac, "lines")
+        reason = _repetition_reason(lines, len(text), "lines")
     if not reason:
         units = _word_units(text) if kind == "en" else _char_units(text)
         top, dup = (top_n_grams, dup_n_grams) if kind == "en" else (top_n_grams_zh, dup_n_grams_zh)
-        if not _has_no_repeats(units, min((n for n, _ in (*top, *dup)), default=1)):
-            reason = _top_ngram_reason(units, top, min_top_repeats) or _duplicate_ngram_reason(units, dup)
+        reason = _top_ngram_reason(units, top) or _duplicate_ngram_reason(units, dup)
     return Drop(reason) if reason else KEEP
 
 
-def _repetition_reason(parts: list[str], chars: int, max_share: float, max_char_share: float, what: str) -> str:
+def _repetition_reason(parts: list[str], chars: int, what: str) -> str:
     """Why there are too many repeats among the parts, or nothing."""
     distinct = set(parts)
     repeated = len(parts) - len(distinct)
     if not repeated:
         return ""
-    if repeated > max_share * len(parts):
+    if repeated > 0.3 * len(parts):
         return f"repeated {what}"
     repeated_chars = sum(map(len, parts)) - sum(map(len, distinct))
-    return f"characters in repeated {what}" if repeated_chars > max_char_share * chars else ""
+    return f"characters in repeated {what}" if repeated_chars > 0.2 * chars else ""
 
 
 @dataclass(frozen=True)
@@ -143,27 +136,18 @@ def _as_one_char(word: str) -> str:
     return chr(0x40000 + zlib.crc32(word.encode()) % 0xFFF0)
 
 
-def _has_no_repeats(units: TextUnits, n: int) -> bool:
-    """True of most short texts, and settles them without the work below, which is slow to start."""
-    if len(units.ids) > _SHORT_TEXT_UNITS:
-        return False
-    ids = units.ids.tolist()
-    grams = set(zip(*(ids[offset:] for offset in range(n)), strict=False))
-    return len(grams) == len(ids) - n + 1 or len(ids) < n
-
-
-def _top_ngram_reason(units: TextUnits, shares: NgramShares, min_repeats: int) -> str:
-    fitting = [(n, share) for n, share in sorted(shares) if len(units.ids) >= n + min_repeats - 1]
+def _top_ngram_reason(units: TextUnits, shares: NgramShares) -> str:
+    fitting = [(n, share) for n, share in sorted(shares) if len(units.ids) >= n + MIN_TOP_REPEATS - 1]
     if not fitting:
         return ""
     # No n-gram is more frequent than the most frequent of the shorter ones in it.
     most = _most_repeats(units.ngram_hashes(fitting[0][0]))
     for n, share in fitting:
         limit = share * units.chars
-        if most < min_repeats or most * int(units.ngram_characters(n).max()) <= limit:
+        if most < MIN_TOP_REPEATS or most * int(units.ngram_characters(n).max()) <= limit:
             continue
         _, first, counts = np.unique(units.ngram_hashes(n), return_index=True, return_counts=True)
-        often = counts >= min_repeats
+        often = counts >= MIN_TOP_REPEATS
         if np.any(counts[often] * units.ngram_characters(n)[first[often]] > limit):
             return f"most frequent {n}-gram"
     return ""
@@ -211,7 +195,7 @@ def _covered_by_repeats(units: TextUnits, n: int, enough: float) -> int:
 
 @register_filter("repeated_lines")
 def repeated_lines(
-    document: Document, *, min_chars: int = 60, min_chars_zh: int = 20, allowed: int = 2, max_share: float = 0.5
+    document: Document, *, min_chars: int = 60, min_chars_zh: int = 20, allowed: int = 2
 ) -> FilterResult:
     """Remove a long line from its third time on; drop the text if such repeats are more than half of it.
 
@@ -236,6 +220,6 @@ def repeated_lines(
         kept.append(line)
     if not removed:
         return KEEP
-    if removed > max_share * len(document.content):
+    if removed > 0.5 * len(document.content):
         return Drop("mostly repeated lines")
     return Change("\n".join(kept), "repeated lines")

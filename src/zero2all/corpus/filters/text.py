@@ -10,8 +10,7 @@ from typing import Any
 
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.corpus.filters.prose import split_listings, strip_html_comments
-from zero2all.corpus.filters.text_kinds import classify_text
+from zero2all.corpus.filters.text_kinds import classify_text, split_listings, strip_html_comments
 from zero2all.errors import need
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -24,7 +23,6 @@ _JUNK = re.compile(f"[{_JUNK_RANGES}]+")
 # Joiners shape Persian, Indic scripts and emoji; after Latin or Han they are only junk.
 _STRAY_JOINER = re.compile("(?<![^\x00-\u024f\u3000-\u9fff])[\u200c\u200d]+")
 _UNWANTED_CHARACTER = re.compile(f"[{_JUNK_RANGES}\r\x0b\x0c\x85\u2028\u2029\u200c\u200d]")
-_UNWANTED_ASCII = bytes(value for value in (*range(32), 127) if value not in b"\t\n")
 _MANY_BLANK_LINES = re.compile(r"\n{5,}")
 
 
@@ -47,19 +45,13 @@ def normalize_prose(text: str) -> str:
     text = text.replace("\r\n", "\n")
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
-    if _has_unwanted_characters(text):
+    if _UNWANTED_CHARACTER.search(text):
         text = _JUNK.sub("", _LINE_ENDS.sub("\n", text))
         text = _STRAY_JOINER.sub("", text)
         if not text.isascii():  # what was removed may have stood between a letter and its accent
             text = unicodedata.normalize("NFC", text)
     text = "\n".join([line.rstrip() for line in text.split("\n")])
     return _MANY_BLANK_LINES.sub("\n\n\n\n", text) if "\n\n\n\n\n" in text else text
-
-
-def _has_unwanted_characters(text: str) -> bool:
-    if text.isascii():  # many times as fast as the pattern
-        return len(text.encode().translate(None, _UNWANTED_ASCII)) < len(text)
-    return _UNWANTED_CHARACTER.search(text) is not None
 
 
 def _normalize_code(text: str) -> str:
@@ -96,17 +88,6 @@ def strip_gutenberg(document: Document) -> FilterResult:
     return Change(body[credit.end() if credit else 0 :].strip("\n") + "\n", "Gutenberg header and footer")
 
 
-_HUGO = re.compile(r"\{\{[<%]([^{}]{0,500})[>%]\}\}")
-_HUGO_TEXT = re.compile(r"\btext=\"([^\"]*)\"")
-_MDN = re.compile(r"(?<!`)\{\{\s{0,3}([A-Za-z_]\w{0,60})\s{0,3}(?:\(([^{}]{0,500})\)\s{0,3})?\}\}(?!`)")
-_QUOTED = re.compile(r"\"([^\"]*)\"|'([^']*)'|[^\s,]+")
-# These stand in the middle of a sentence and show a name; all other macros draw boxes and menus.
-_MDN_NAMES = {
-    *("domxref", "jsxref", "cssxref", "htmlelement", "svgelement", "svgattr", "mathmlelement", "htmlattrxref"),
-    *("httpheader", "httpstatus", "httpmethod", "csp", "glossary", "rfc", "bug", "event"),
-}
-
-
 @register_filter("html_comments")
 def html_comments(document: Document) -> FilterResult:
     """Remove ``<!-- -->`` from prose, outside fenced listings. Kubernetes keeps whole English originals in them."""
@@ -116,35 +97,10 @@ def html_comments(document: Document) -> FilterResult:
     return KEEP if text == document.content else Change(text, "HTML comments")
 
 
-@register_filter("shortcodes")
-def shortcodes(document: Document) -> FilterResult:
-    """Resolve Hugo ``{{< >}}`` and MDN ``{{macro("x")}}`` in prose to the text they show, or to nothing.
-
-    Fenced listings and inline code stay: there the braces are what is taught.
-    """
-    if "{{" not in document.content or classify_text(document) == "code":
-        return KEEP
-    text = _transform_prose(document.content, lambda prose: _MDN.sub(_mdn_text, _HUGO.sub(_hugo_text, prose)))
-    return KEEP if text == document.content else Change(text, "shortcodes")
-
-
 def _transform_prose(text: str, transform: Callable[[str], str]) -> str:
     if "```" not in text and "~~~" not in text:
         return transform(text)
     return "".join(piece if number % 2 else transform(piece) for number, piece in enumerate(split_listings(text)))
-
-
-def _hugo_text(found: re.Match[str]) -> str:
-    shown = _HUGO_TEXT.search(found.group(1))
-    return shown.group(1) if shown else ""
-
-
-def _mdn_text(found: re.Match[str]) -> str:
-    if found.group(1).lower() not in _MDN_NAMES or not found.group(2):
-        return ""
-    given = [quoted.group(1) or quoted.group(2) or quoted.group(0) for quoted in _QUOTED.finditer(found.group(2))]
-    shown = given[1] if len(given) > 1 and given[1].strip("\"'") else given[0] if given else ""
-    return shown.strip("\"'")
 
 
 @register_filter("language")
@@ -191,13 +147,7 @@ def too_short(
     """
     kind = classify_text(document)
     limit = {"zh": min_chars_zh, "code": min_chars_code}.get(kind, min_chars)
-    # The head decides for nearly every document, without walking through a book.
-    is_enough = _count_nonspace(document.content[: limit * 8]) >= limit or _count_nonspace(document.content) >= limit
-    return KEEP if is_enough else Drop("too short")
-
-
-def _count_nonspace(text: str) -> int:
-    return sum(map(len, text.split()))
+    return KEEP if sum(map(len, document.content.split())) >= limit else Drop("too short")
 
 
 @register_filter("too_long")

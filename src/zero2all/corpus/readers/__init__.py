@@ -10,10 +10,9 @@ from zero2all.corpus.readers.base import (
     UnreadableFileError,
     UnreadableItemError,
 )
-from zero2all.corpus.readers.file_ranges import split_large_file
 from zero2all.corpus.readers.listing import LINK_OUTSIDE_SOURCE, NOT_TAKEN, RawFile, list_files
 from zero2all.corpus.readers.reader_process import missing_packages
-from zero2all.corpus.readers.records import read_record_chunks, read_records
+from zero2all.corpus.readers.records import read_record_chunks, read_records, split_large_file
 
 __all__ = [
     "LINK_OUTSIDE_SOURCE",

@@ -76,17 +76,6 @@ def _limited_zip_stream(opened: IO[bytes], info: zipfile.ZipInfo, limit: int, li
     return PeekableStream(LimitedReader(blocks, lambda: info.compress_size, limit, limits))
 
 
-def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
-    mode = info.external_attr >> 16
-    if is_unsafe_name(info.filename):
-        return "path that leaves the archive"
-    if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-        return "link or device"
-    if info.flag_bits & 0x1:
-        return "encrypted"
-    return limits.unpacked_problem(info.file_size, info.compress_size, limits.member_bytes)
-
-
 def _check_zip_entries(file: IO[bytes], limit: int) -> None:
     """Count the members in the directory, before Python's zipfile makes an object of each.
 
@@ -106,6 +95,19 @@ def _check_zip_entries(file: IO[bytes], limit: int) -> None:
     if count > limit:
         raise UnreadableFileError(f"archive of more than {limit} members")
     file.seek(0)
+
+
+def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
+    is_regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+    problem = limits.unpacked_problem(info.file_size, info.compress_size, limits.member_bytes)
+    return _skip_reason(info.filename, is_regular, "encrypted" if info.flag_bits & 0x1 else problem)
+
+
+def _skip_reason(name: str, is_regular: bool, problem: str) -> str:
+    """Why a member may not be read: for its name or type, or else for ``problem``."""
+    if is_unsafe_name(name):
+        return "path that leaves the archive"
+    return problem if is_regular else "link or device"
 
 
 class ZipPackage:
@@ -145,14 +147,12 @@ def read_tar_members(stream: PeekableStream, limits: ReadLimits) -> Iterator[Arc
                 continue
             count, total = count + 1, total + info.size
             if count > limits.members or total > limits.total_bytes:
-                large = f"unpacks to more than {limits.total_bytes >> 20} MiB"
-                yield ArchiveMember(
-                    "", skip_reason=large if count <= limits.members else f"more than {limits.members} members"
-                )
+                too_many = f"more than {limits.members} members" if count > limits.members else ""
+                yield ArchiveMember("", skip_reason=too_many or limits.size_problem(total, limits.total_bytes))
                 return
             # A sparse file is mostly holes that cost nothing to claim.
             is_regular = info.isreg() and not info.issparse()
-            skip_reason = _member_skip_reason(info.name, is_regular, info.size, limits)
+            skip_reason = _skip_reason(info.name, is_regular, limits.size_problem(info.size, limits.member_bytes))
             opened = None if skip_reason else archive.extractfile(info)
             yield ArchiveMember(
                 info.name, PeekableStream(_BlockReader(opened, MAX_TAR_READ)) if opened else None, skip_reason
@@ -180,8 +180,8 @@ def read_libarchive_members(file: IO[bytes], kind: Literal["7z", "rar"], limits:
                 return
             if member["directory"] or is_hidden(name):
                 continue
-            skip_reason = _member_skip_reason(name, member["regular"], size, limits)
-            skip_reason = skip_reason or ("encrypted" if member["encrypted"] else "")
+            problem = limits.size_problem(size, limits.member_bytes) or ("encrypted" if member["encrypted"] else "")
+            skip_reason = _skip_reason(name, member["regular"], problem)
             unpacked.raw = _MemberData(process)
             yield ArchiveMember(name, None if skip_reason else PeekableStream(unpacked), skip_reason)
 
@@ -196,16 +196,6 @@ class _MemberData:
         self._block = self._block or self._process.ask(DATA) or b""
         block, self._block = self._block[:size], self._block[size:]
         return block
-
-
-def _member_skip_reason(name: str, is_regular: bool, size: int, limits: ReadLimits) -> str:
-    if is_unsafe_name(name):
-        return "path that leaves the archive"
-    if not is_regular:
-        return "link or device"
-    if size > limits.member_bytes:
-        return f"unpacks to more than {limits.member_bytes >> 20} MiB"
-    return ""
 
 
 class _BlockReader:

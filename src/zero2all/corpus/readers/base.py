@@ -109,11 +109,13 @@ class ReadLimits:
 
     def unpacked_problem(self, size: int, compressed_bytes: int, limit: int) -> str:
         """Why this number of unpacked bytes is too large; empty if it is not."""
-        if size > limit:
-            return f"unpacks to more than {limit >> 20} MiB"
         if size > self.ratio_check_bytes and size > self.max_compression_ratio * max(compressed_bytes, 1):
-            return f"unpacks to more than {self.max_compression_ratio} times its size"
-        return ""
+            return self.size_problem(size, limit) or f"unpacks to more than {self.max_compression_ratio} times its size"
+        return self.size_problem(size, limit)
+
+    @staticmethod
+    def size_problem(size: int, limit: int) -> str:
+        return f"unpacks to more than {limit >> 20} MiB" if size > limit else ""
 
 
 def import_optional(module: str) -> ModuleType:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-
-import numpy as np
-from numpy.typing import NDArray
 
 from zero2all.corpus.readers.base import UnreadableFileError, import_optional
 from zero2all.corpus.readers.streams import PeekableStream
@@ -51,8 +45,6 @@ def detect_encoding(head: bytes, is_complete: bool = False) -> TextEncoding:
         return TextEncoding("ascii")
     if looks_binary(head):
         raise UnreadableFileError("binary, not text")
-    if _is_utf8(head, is_complete):
-        return TextEncoding("utf-8")
     for name in ("utf-8", "gb18030"):
         damaged, read = _count_damaged(head, name, is_complete)
         if damaged <= MAX_DAMAGED_SHARE * read and (name == "utf-8" or _is_chinese(head)):
@@ -68,15 +60,6 @@ def looks_binary(head: bytes) -> bool:
     if any(head.startswith(mark) for mark in BYTE_ORDER_MARKS):
         return False
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > 0.01 * len(head)
-
-
-def _is_utf8(head: bytes, is_complete: bool) -> bool:
-    """Most text is valid UTF-8, and this is the fastest check."""
-    try:
-        codecs.utf_8_decode(head, "strict", is_complete)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _count_damaged(head: bytes, name: str, is_complete: bool) -> tuple[int, int]:
@@ -162,63 +145,16 @@ _MOJIBAKE_CANDIDATE = re.compile(
 _CERTAIN_MOJIBAKE = re.compile("Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€|[\x80-\x9f]")  # certain enough to require ftfy
 
 
-def fix_mojibake(texts: Sequence[str]) -> dict[int, str | None]:
-    """UTF-8 that was read as another encoding, decoded correctly: the texts that change, by number.
+def fix_mojibake(text: str) -> str | None:
+    """UTF-8 that was read as another encoding, decoded correctly. Lines that do not look bad are not touched.
 
-    None stands for one that is plainly bad where ftfy is not installed. Lines that do not look bad are not touched.
+    None where it is plainly bad and ftfy is not installed.
     """
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    joined = b"\n".join(encoded)
-    ends = list(accumulate(len(text) + 1 for text in encoded))
-    changes: dict[int, list[tuple[int, int, str | None]]] = {}
-    line_end = -1
-    for place in _suspect_positions(joined).tolist():
-        if place < line_end:
-            continue
-        line_start, line_end = joined.rfind(b"\n", 0, place) + 1, joined.find(b"\n", place)
-        line_end = line_end if line_end >= 0 else len(joined)
-        line = joined[line_start:line_end].decode("utf-8", "surrogatepass")
-        better = _fix_line(line)
-        if better != line:
-            number = bisect_right(ends, line_start)
-            begin = ends[number - 1] if number else 0
-            changes.setdefault(number, []).append((line_start - begin, line_end - begin, better))
-    return {number: _replace_lines(encoded[number], lines) for number, lines in changes.items()}
-
-
-def _suspect_positions(text: bytes) -> NDArray[np.intp]:
-    """Where in UTF-8 ``_MOJIBAKE_CANDIDATE`` may match, found many times as fast.
-
-    That is two adjacent suspect characters that are not both punctuation, or one that is suspect alone.
-    """
-    data = np.frombuffer(text, dtype=np.uint8)
-    # A coarse filter first: suspect characters begin with one of these bytes, most of other texts with none of them.
-    places = np.flatnonzero((data - np.uint8(0xC2) <= 0xE2 - 0xC2) | (data == 0xEF))
-    places = places[_suspect_prefixes()[data[places], data[places + 1]]]
-    first, second = data[places], data[places + 1] & np.uint16(0x3F)
-    width = np.where(first < 0xE0, 2, 3)
-    third = data[places + width - 1] & np.uint16(0x3F)
-    points = np.where(
-        width == 2, (first & np.uint16(0x1F)) << 6 | second, (first & np.uint16(0x0F)) << 12 | second << 6 | third
-    )
-    is_suspect = (points < 0x530) | ((points >= 0x2010) & (points < 0x2600)) | np.isin(points, (0xFB01, 0xFB02, 0xFFFD))
-    places, points, width = places[is_suspect], points[is_suspect], width[is_suspect]
-    alone = (points < 0xA0) | (points - np.uint16(0x152) < 2)
-    is_mark = points - np.uint16(0x2010) < 0x20
-    beside = np.append(places[1:], -1) == places + width
-    beside[:-1] &= ~(is_mark[:-1] & is_mark[1:])
-    suspects: NDArray[np.intp] = places[alone | beside]
-    return suspects
-
-
-@cache
-def _suspect_prefixes() -> NDArray[np.bool_]:
-    """By its first two bytes, whether a character can be suspect."""
-    table = np.zeros((256, 256), dtype=bool)
-    table[0xC2:0xD5] = True
-    table[0xE2, 0x80:0x98] = True
-    table[0xEF, [0xAC, 0xBF]] = True
-    return table
+    if not _MOJIBAKE_CANDIDATE.search(text):
+        return text
+    lines = [_fix_line(line) for line in text.split("\n")]
+    fixed = [line for line in lines if line is not None]
+    return "\n".join(fixed) if len(fixed) == len(lines) else None
 
 
 def _fix_line(line: str) -> str | None:
@@ -230,14 +166,3 @@ def _fix_line(line: str) -> str | None:
         return None if _CERTAIN_MOJIBAKE.search(line) else line
     fixed: str = ftfy.fix_encoding(line) if ftfy.badness.is_bad(line) else line
     return fixed
-
-
-def _replace_lines(text: bytes, lines: list[tuple[int, int, str | None]]) -> str | None:
-    """The text with some of its lines replaced; None if one of them could not be fixed."""
-    parts, at = [], 0
-    for start, stop, line in lines:
-        if line is None:
-            return None
-        parts += [text[at:start], line.encode("utf-8", "surrogatepass")]
-        at = stop
-    return b"".join([*parts, text[at:]]).decode("utf-8", "surrogatepass")

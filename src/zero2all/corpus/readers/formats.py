@@ -7,7 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Literal
 
-from zero2all.corpus.code_paths import CODE_EXTENSIONS
+from zero2all.corpus.document import CODE_EXTENSIONS
 from zero2all.corpus.readers.base import UnreadableFileError
 from zero2all.corpus.readers.encoding import detect_encoding, looks_binary
 from zero2all.corpus.readers.streams import COMPRESSION_BY_EXTENSION, HEAD_BYTES
@@ -140,10 +140,7 @@ def _format_from_text(name: str, head: bytes, named: FileFormat | None) -> FileF
 def _json_object_format(text: str, is_json: bool, named: FileFormat | None) -> FileFormat | None:
     """``.json`` is used for one object a line and for one object a file, and JSON lines are found under any name."""
     first, _, rest = text.partition("\n")
-    rest = rest.lstrip()
-    if _is_object(first) and (rest.startswith("{") or (named == "jsonl" and not rest)):
-        return "jsonl"
-    if named == "jsonl":
+    if named == "jsonl" or (_is_object(first) and rest.lstrip().startswith("{")):
         return "jsonl"
     return "json object" if is_json or (named is None and re.match(r'\{\s*"', text)) else None
 

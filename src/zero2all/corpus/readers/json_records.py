@@ -6,8 +6,8 @@ import io
 import json
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -22,17 +22,17 @@ from zero2all.corpus.readers.base import (
     ReadLimits,
     RecordChunk,
     UnreadableFileError,
-    import_optional,
 )
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
-from zero2all.corpus.readers.streams import CountingReader, PeekableStream, iter_line_chunks
+from zero2all.corpus.readers.streams import PeekableStream, iter_line_chunks
 
 MAX_IN_MEMORY_BYTES = 16 << 20  # an object up to this size is read fully, and needs no streaming parser
 FIRST_WINDOW_CHARACTERS = (
     1 << 14
 )  # characters in which a value is searched for first: an error costs as much as the text before it
-MAX_PREFIX_CHARACTERS = 100_000  # characters of all names above a value
+MAX_FALSE_LISTS = 100  # texts that look like the beginning of a list; each costs as much as the text before it
 _NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
+_RECORD_LIST = re.compile(r":\s*\[(?=\s*\{)")
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
@@ -47,21 +47,12 @@ def parse_jsonl(stream: PeekableStream, limits: ReadLimits, location_prefix: str
     """Lines that are UTF-8. ``location_prefix`` names the range of the file that they are from."""
     number = 1
     for chunk in iter_line_chunks(stream, limits.record_bytes):
-        yield _parse_objects(chunk) or [
+        yield [
             _parse_line(line, f"{location_prefix}line {place}", limits)
             for place, line in enumerate(chunk, number)
             if line is None or line.strip()
         ]
         number += len(chunk)
-
-
-def _parse_objects(lines: list[bytes | None]) -> RecordChunk:
-    """All lines at once, or nothing if one of them needs separate parsing."""
-    try:
-        values = list(map(orjson.loads, lines))  # type: ignore[arg-type]
-    except ValueError:
-        return []
-    return values if {*map(type, values)} == {dict} else []
 
 
 def _parse_line(line: bytes | None, place: str, limits: ReadLimits) -> dict[str, Any] | BrokenRecord:
@@ -92,7 +83,7 @@ def _not_an_object(value: Any, place: str) -> BrokenRecord:
 
 def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     """The elements of an array one by one, whatever its length; a broken one does not affect the others."""
-    records = _read_array_elements(stream, limits)
+    records = _read_array_elements(decode_stream(stream), limits)
     first = next(records, None)
     if first is None:
         return
@@ -107,14 +98,16 @@ def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict
     yield from records
 
 
-def _read_array_elements(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
-    scanner = _JsonScanner(decode_stream(stream), limits.record_bytes)
+def _read_array_elements(
+    blocks: Iterator[str], limits: ReadLimits, is_inside: bool = False
+) -> Iterator[dict[str, Any] | BrokenRecord]:
+    """``is_inside``: what follows the array is not read."""
+    scanner = _JsonScanner(blocks, limits.record_bytes)
     scanner.skip(re.compile("\ufeff?\\s*\\[?"))
     while scanner.skip(_BETWEEN):
-        if scanner.next_is("]") and not scanner.skip_closing():
-            return
-        yield from scanner.parse_objects()
-        if not scanner.skip(_BETWEEN) or scanner.next_is("]"):
+        if scanner.next_is("]"):
+            if is_inside or not scanner.skip_closing():
+                return
             continue
         place = f"character {scanner.offset}"
         try:
@@ -133,7 +126,6 @@ class _JsonScanner:
     def __init__(self, blocks: Iterator[str], limit: int) -> None:
         self._blocks, self._limit = blocks, limit
         self._text, self._position, self._discarded, self._ended = "", 0, 0, False
-        self._tried = -1  # where the text ended when several objects were last tried at once
         self._decode = json.JSONDecoder().raw_decode
 
     @property
@@ -180,24 +172,6 @@ class _JsonScanner:
         self._position += 1
         return self.skip(_SPACE)
 
-    def parse_objects(self) -> RecordChunk:
-        """All objects up to the last place where one seems to end, at once; nothing if that is not one.
-
-        Between brackets they parse as one array only if it is, whatever stands in their strings.
-        """
-        if self._tried == self._discarded + len(self._text):
-            return []
-        self._tried = self._discarded + len(self._text)  # once per window
-        end = self._text.rfind("},", self._position) + 1
-        try:
-            values: list[Any] = orjson.loads(f"[{self._text[self._position : end]}]") if end else []
-        except ValueError:
-            return []
-        if {*map(type, values)} != {dict}:
-            return []
-        self._position = end
-        return values
-
     def parse_value(self) -> Any:
         size = FIRST_WINDOW_CHARACTERS
         while True:
@@ -206,8 +180,7 @@ class _JsonScanner:
             try:
                 value, end = self._decode(text)
             except json.JSONDecodeError as error:
-                unfinished = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated")
-                if not unfinished:
+                if not _is_unfinished(error, text):
                     raise ValueError("broken JSON") from None
             except ValueError:  # a number of more digits than Python reads
                 raise ValueError("broken JSON") from None
@@ -250,56 +223,40 @@ def read_json_object(stream: PeekableStream, limits: ReadLimits) -> Iterator[dic
     if len(head) <= MAX_IN_MEMORY_BYTES:
         yield from _read_small_object(head, limits)
         return
-    ijson = import_optional("ijson")
-    source = _TeeReader(to_utf8(stream))
-    key = _find_record_list(ijson, source)
-    replay = source.rewind()
-    try:
-        if key is not None:
-            found: Iterator[Any] = ijson.items(replay, f"{key}.item", use_float=True)
+    blocks = decode_stream(stream)
+    begun, size = [""], 0
+    while size <= MAX_IN_MEMORY_BYTES and (block := next(blocks, None)) is not None:
+        begun.append(block)
+        size += len(block)
+    text = "".join(begun).lstrip("\ufeff \t\r\n")
+    start = _find_record_list(text)
+    yield from _read_array_elements(chain([text[start or 0 :]], blocks), limits, is_inside=start is not None)
+
+
+def _find_record_list(text: str) -> int | None:
+    """Where the longest list of objects begins in this object; None if another object follows, or it has none."""
+    decode = json.JSONDecoder().raw_decode
+    with suppress(ValueError, RecursionError):
+        if text[decode(text)[1] :].strip():
+            return None
+    longest, start, at, failures = 0, None, 0, 0
+    while failures < MAX_FALSE_LISTS and (found := _RECORD_LIST.search(text, at)):
+        try:
+            elements, at = decode(text, found.end() - 1)
+        except json.JSONDecodeError as error:
+            if _is_unfinished(error, text):
+                return found.end() - 1
+            at, failures = found.end(), failures + 1
+        except (ValueError, RecursionError):
+            return found.end() - 1
         else:
-            found = ijson.items(replay, "", multiple_values=True, use_float=True)
-        for number, value in enumerate(found):
-            yield value if isinstance(value, dict) else _not_an_object(value, f"element {number}")
-    except ijson.JSONError:
-        yield BrokenRecord("broken JSON from here on", f"byte {replay.bytes}")
+            if len(elements) > longest:
+                longest, start = len(elements), found.end() - 1
+    return start
 
 
-class _TeeReader:
-    """Keeps what the search for the list has read, so that a stream is read only once."""
-
-    MAX_LOOKAHEAD = 64 << 20
-
-    def __init__(self, stream: PeekableStream) -> None:
-        self._stream, self._buffered, self.bytes = stream, [b""], 0
-
-    def read(self, size: int = 1 << 16, /) -> bytes:
-        if self.bytes > self.MAX_LOOKAHEAD:
-            raise UnreadableFileError(f"JSON value larger than {self.MAX_LOOKAHEAD >> 20} MiB")
-        block = self._stream.read(size) if size else b""
-        self._buffered.append(block)
-        self.bytes += len(block)
-        return block
-
-    def rewind(self) -> CountingReader:
-        return CountingReader(PeekableStream(self._stream, b"".join(self._buffered)))
-
-
-def _find_record_list(ijson: Any, source: _TeeReader) -> str | None:
-    """The key of the longest list of objects in the first object, as far as that is read; None without one."""
-    objects: Counter[str] = Counter()
-    try:
-        # Numbers as C has them: making a Python int of more than 4300 digits, ijson's compiled parser crashes.
-        for prefix, event, _ in ijson.parse(source, buf_size=1 << 16, use_float=True):
-            if len(prefix) > MAX_PREFIX_CHARACTERS:  # and costs its own length for every level
-                raise UnreadableFileError(TOO_DEEP)
-            if event == "start_map" and prefix.endswith(".item") and prefix.count(".item") == 1:
-                objects[prefix.removesuffix(".item")] += 1
-            if (event == "end_map" and prefix == "") or (objects and source.bytes > source.MAX_LOOKAHEAD // 2):
-                break
-    except ijson.JSONError:
-        pass  # reported where it is read again
-    return max(objects, key=objects.__getitem__, default=None)
+def _is_unfinished(error: json.JSONDecodeError, text: str) -> bool:
+    return error.pos >= len(text) - 16 or error.msg.startswith("Unterminated")
 
 
 def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
@@ -329,7 +286,7 @@ def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, An
 def _read_concatenated_objects(text: str, data: bytes, limits: ReadLimits, error: Exception) -> RecordChunk:
     """Objects one after the other, each over several lines; or lines after all, the first of them broken."""
     as_lines = list(chain.from_iterable(read_jsonl(PeekableStream(io.BytesIO(data)), limits)))
-    in_a_row = list(_read_array_elements(PeekableStream(io.BytesIO(data)), limits))
+    in_a_row = list(_read_array_elements(iter([text]), limits))
     best = max((as_lines, in_a_row), key=_count_valid)
     if all(isinstance(record, BrokenRecord) for record in best):
         raise UnreadableFileError(TOO_DEEP if isinstance(error, RecursionError) else "broken JSON") from error

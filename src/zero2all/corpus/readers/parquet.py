@@ -8,6 +8,7 @@ in it, and only some rows at a time are decoded.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,10 +122,9 @@ def _read_row_group(part: _RowGroupFile, first_row: int, file_size: int, limits:
     """The rows of one group, unless they are more than its bytes can plausibly hold."""
     columns = part.group.columns
     packed = min(sum(column.total_compressed_size for column in columns), file_size)
-    problem = f"unpacks to more than {limits.max_compression_ratio} times its size"
-    bomb = BrokenRecord(problem, f"row group {part.number}")
-    if _is_bomb(sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns), packed, limits):
-        yield [bomb]
+    decoded = sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns)
+    if problem := limits.unpacked_problem(decoded, packed, sys.maxsize):
+        yield [BrokenRecord(problem, f"row group {part.number}")]
         return
     decoded = 0
     options = _choose_read_options(part)
@@ -136,15 +136,11 @@ def _read_row_group(part: _RowGroupFile, first_row: int, file_size: int, limits:
         split_points = np.union1d(_split_points(sizes, BATCH_BYTES), _split_points(reserved, DECODED_BYTES))
         for places in np.split(np.arange(len(batch)), split_points):
             decoded += int(sizes[places].sum())
-            if _is_bomb(decoded, packed, limits):
-                yield [bomb]
+            if problem := limits.unpacked_problem(decoded, packed, sys.maxsize):
+                yield [BrokenRecord(problem, f"row group {part.number}")]
                 return
             yield _decode_rows(batch, places, too_large[places], first_row, limits)
         first_row += len(batch)
-
-
-def _is_bomb(size: int, packed: int, limits: ReadLimits) -> bool:
-    return size > limits.ratio_check_bytes and size > limits.max_compression_ratio * max(packed, 1)
 
 
 def _split_points(sizes: RowSizes, limit: int) -> NDArray[np.intp]:

@@ -1,12 +1,14 @@
-"""Files that are text: one document each, or many between WikiExtractor's marks."""
+"""Files that are text: one document each, many between WikiExtractor's marks, or the rows of a table (CSV)."""
 
 from __future__ import annotations
 
+import csv
 import html
 import re
 from collections.abc import Iterator
+from itertools import chain
 
-from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
 from zero2all.corpus.readers.streams import PeekableStream, iter_lines
 
@@ -28,18 +30,16 @@ def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator
     head = stream.peek(limits.max_document_characters + 1)
     if len(head) <= limits.max_document_characters:
         yield TextRecord(id=name, title=name, content=decode_text(head))
-        return
-    for number, chunk in enumerate(_split_at_line_ends(decode_stream(stream), limits.max_document_characters)):
-        yield TextRecord(id=f"{name}#{number}", title=name, content=chunk)
+    else:
+        yield from _split_at_line_ends(decode_stream(stream), limits, name, title=name)
 
 
 def split_text(name: str, title: str, text: str, limits: ReadLimits, **others: str | int) -> Iterator[TextRecord]:
     """The text of a file in another format, by the same rule."""
     if len(text) <= limits.max_document_characters:
         yield TextRecord(id=name, title=title, content=text, **others)
-        return
-    for number, chunk in enumerate(_split_at_line_ends(iter([text]), limits.max_document_characters)):
-        yield TextRecord(id=f"{name}#{number}", title=title, content=chunk, **others)
+    else:
+        yield from _split_at_line_ends(iter([text]), limits, name, title=title, **others)
 
 
 def sensible_title(title: str) -> str:
@@ -48,22 +48,17 @@ def sensible_title(title: str) -> str:
     return "" if _NOT_A_TITLE.fullmatch(title) else title[:MAX_TITLE_CHARACTERS]
 
 
-def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
-    waiting: list[str] = []
-    length = 0
-    for block in blocks:
-        waiting.append(block)
-        length += len(block)
-        if length <= size:
-            continue
-        text = "".join(waiting)
-        while len(text) > size:
-            end = text.rfind("\n", size // 2, size) + 1 or size
-            yield text[:end]
-            text = text[end:]
-        waiting, length = [text], len(text)
-    if length:
-        yield "".join(waiting)
+def _split_at_line_ends(
+    blocks: Iterator[str], limits: ReadLimits, name: str, **fields: str | int
+) -> Iterator[TextRecord]:
+    """As many records as it takes, numbered."""
+    size, waiting, number = limits.max_document_characters, "", 0
+    for block in chain(blocks, [""]):
+        waiting += block
+        while len(waiting) > size or (waiting and not block):
+            end = len(waiting) if len(waiting) <= size else waiting.rfind("\n", size // 2, size) + 1 or size
+            yield TextRecord(id=f"{name}#{number}", content=waiting[:end], **fields)
+            waiting, number = waiting[end:], number + 1
 
 
 def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
@@ -110,3 +105,42 @@ def parse_attributes(text: str) -> Iterator[tuple[str, str]]:
 def _without_title(body: str, title: str) -> str:
     first, _, rest = body.partition("\n")
     return rest.strip("\n") if first.strip() == title.strip() else body.strip("\n")
+
+
+DELIMITERS = "\t,;|"
+
+
+def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
+    """Rows under a header. A row of another length is broken, not shifted."""
+    csv.field_size_limit(limits.record_bytes)
+    lines = _decoded_lines(to_utf8(stream), limits)
+    header_line = next(lines, "")
+    delimiter = max(DELIMITERS, key=header_line.count)
+    if not header_line.count(delimiter):
+        raise UnreadableFileError("table without columns")
+    try:
+        header = [name.strip() for name in next(csv.reader([header_line.lstrip("\ufeff")], delimiter=delimiter))]
+    except csv.Error as error:
+        raise UnreadableFileError("table without a header") from error
+    if any(not name for name in header[1:]) or len(set(header)) < len(header):
+        raise UnreadableFileError("table without a header")
+    rows = csv.reader(lines, delimiter=delimiter)
+    while True:
+        place = f"line {rows.line_num + 2}"  # after the header
+        try:
+            row = next(rows, None)
+        except csv.Error:
+            yield BrokenRecord("broken row", place)
+            continue
+        if row is None:
+            return
+        if len(row) == len(header):
+            yield dict(zip(header, row, strict=True))
+        elif row:
+            yield BrokenRecord("row that does not fit the header", place, delimiter.join(row))
+
+
+def _decoded_lines(stream: PeekableStream, limits: ReadLimits) -> Iterator[str]:
+    """For the csv module, which wants their ends kept."""
+    for line in iter_lines(stream, limits.record_bytes):
+        yield "\n" if line is None else line.decode("utf-8", "replace").replace("\0", "")

@@ -23,7 +23,7 @@ from zero2all.corpus.readers.base import (
 from zero2all.limited_process import LimitedProcess
 
 PROGRAM = Path(reader_child.__file__)
-OPTIONAL_PACKAGES = ("ijson", "ftfy", "resiliparse", "pypdf", "cryptography")
+OPTIONAL_PACKAGES = ("ftfy", "resiliparse", "pypdf", "cryptography")
 SECONDS_PER_MIB = 8  # of the file, beside the seconds that every file may take
 WALL_FACTOR = 30  # times the CPU time, for a child that neither computes nor answers; the CPU may be shared by many
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, Protocol
@@ -112,6 +112,16 @@ class _ReadableFile(io.RawIOBase):
         return len(block)
 
 
+class _PartReader:
+    """Gives what there is, so that nothing before a damaged place is lost."""
+
+    def __init__(self, raw: gzip.GzipFile | lzma.LZMAFile) -> None:
+        self._raw = raw
+
+    def read(self, size: int, /) -> bytes:
+        return self._raw.read1(size)
+
+
 def detect_compression(head: bytes) -> str | None:
     return next((name for magic, name in COMPRESSION_BY_MAGIC.items() if head.startswith(magic)), None)
 
@@ -119,43 +129,15 @@ def detect_compression(head: bytes) -> str | None:
 def decompress_stream(stream: PeekableStream, compression: str, limits: ReadLimits) -> PeekableStream:
     """The same stream without its compression, limited against decompression bombs."""
     packed = CountingReader(stream)
+    packed_file = io.BufferedReader(_ReadableFile(packed), BLOCK_BYTES)
     opened: Readable
     if compression == "xz":
-        opened = lzma.LZMAFile(io.BufferedReader(_ReadableFile(packed), BLOCK_BYTES))  # noqa: SIM115
+        opened = _PartReader(lzma.LZMAFile(packed_file))  # noqa: SIM115
     elif compression == "gzip":
-        opened = _GzipReader(packed)
+        opened = _PartReader(gzip.GzipFile(fileobj=packed_file))
     else:
         opened = pa.CompressedInputStream(pa.PythonFile(_ReadableFile(packed), mode="r"), compression)
     return PeekableStream(LimitedReader(opened, lambda: packed.bytes, limits.total_bytes, limits))
-
-
-class _GzipReader:
-    """Any number of gzip members one after the other, as WARC files have them. Zeros after the last are padding."""
-
-    def __init__(self, raw: Readable) -> None:
-        self._raw, self._packed = raw, b""
-        self._unpacker = zlib.decompressobj(wbits=31)
-        self._inside = True
-
-    def read(self, size: int, /) -> bytes:
-        while True:
-            if not self._packed:
-                self._packed = self._raw.read(1 << 16)
-                if not self._packed:
-                    if self._inside:
-                        raise EOFError("gzip ends early")
-                    return b""
-            if not self._inside:
-                self._packed = self._packed.lstrip(b"\0")
-                if not self._packed:
-                    continue
-                self._unpacker, self._inside = zlib.decompressobj(wbits=31), True
-            block = self._unpacker.decompress(self._packed, size)
-            self._packed = self._unpacker.unconsumed_tail
-            if self._unpacker.eof:
-                self._packed, self._inside = self._unpacker.unused_data, False
-            if block:
-                return block
 
 
 def iter_lines(stream: PeekableStream, limit: int) -> Iterator[bytes | None]:

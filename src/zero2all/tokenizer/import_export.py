@@ -1,7 +1,10 @@
-"""``z2a tokenizer import``: a tokenizer of somebody else as a directory that every stage uses like one of our own."""
+"""``z2a tokenizer import`` and ``export``: tokenizers of others as directories that every stage uses like our own, and
+ours in tiktoken's format.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable
@@ -9,7 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero2all.errors import Z2aError
-from zero2all.io import atomic_dir, checksums, fingerprint, read_json_object, read_regular, write_manifest
+from zero2all.io import (
+    atomic_dir,
+    checksums,
+    fingerprint,
+    read_json_object,
+    read_regular,
+    write_json,
+    write_manifest,
+    write_text,
+)
 from zero2all.tokenizer.backends import parity_texts
 from zero2all.tokenizer.hf_directory import write_hf_directory
 from zero2all.tokenizer.manifest import KIND, ImportedTokenizer, is_other_tokenizer
@@ -116,3 +128,26 @@ def _is_tie(scores: list[float], *encodings: list[int]) -> bool:
     single precision, so it may choose another one than we do."""
     first, second = (sum(scores[id] for id in ids) for ids in encodings)
     return math.isclose(first, second, rel_tol=1e-5)
+
+
+@dataclass(frozen=True)
+class TiktokenFiles:
+    ranks: str
+    settings: str
+    tokens: int
+    """Number of ranks."""
+
+
+def export_tiktoken(tokenizer: Tokenizer, out: Path) -> TiktokenFiles:
+    """Write the rank file ``out``, and beside it ``out``.json with the pattern and special tokens it has no place for.
+
+    >>> ranks = tiktoken.load.load_tiktoken_bpe("out.tiktoken")
+    >>> settings = json.load(open("out.tiktoken.json"))
+    >>> tiktoken.Encoding("mine", mergeable_ranks=ranks, **settings)
+    """
+    pattern = tokenizer.vocabulary.pattern  # before anything is written: not every tokenizer has one
+    ranks = sorted(tokenizer.vocabulary.ranks.items(), key=lambda item: item[1])
+    write_text(out, "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks))
+    settings = out.with_name(out.name + ".json")
+    write_json(settings, {"pat_str": pattern, "special_tokens": tokenizer.special_ids})
+    return TiktokenFiles(str(out), str(settings), len(ranks))
