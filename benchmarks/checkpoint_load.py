@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointStore, RankGroup, TrainingState
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
-from zero2all.checkpoint.training_state import GuardState, RopeState
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, GuardState, RopeState
 
 ROWS = 4096
 STATE = TrainingState(

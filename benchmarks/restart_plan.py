@@ -31,10 +31,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
-from zero2all.checkpoint.dcp_reader import read_index, read_metadata
+from zero2all.checkpoint.dcp_reader import SlotReader, read_index, read_metadata
 from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers, shard_keys, write_dcp_metadata
 from zero2all.checkpoint.flash import ShardSpec, SlotHeader, StagedSlot
-from zero2all.checkpoint.slot_reader import SlotReader
 from zero2all.io import sha256_file, write_json
 from zero2all.torch_private import storage_info
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.common import benchmark_parser, peak_bytes, show, wall_seconds
 from tests.chaos.scale_model import simulate
-
 from zero2all.checkpoint.lineage import Branch
+
 from zero2all.checkpoint.rank_tree import RankTree
 from zero2all.checkpoint.restore import DurableReport, RankReport, SlotReport, decide_restore
 from zero2all.io import write_manifest

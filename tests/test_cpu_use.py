@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zero2all import cpu_use
-from zero2all.cpu_use import OtherCpuUse, busy_note
+from zero2all import cpus
+from zero2all.cpus import OtherCpuUse, busy_note
 
 
 def stat(path: Path, *cores: tuple[int, int]) -> None:
@@ -22,8 +22,8 @@ def stat(path: Path, *cores: tuple[int, int]) -> None:
 @pytest.fixture
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "stat"
-    read = cpu_use._read_cpu_times
-    monkeypatch.setattr(cpu_use, "_read_cpu_times", lambda: read(path))
+    read = cpus._read_cpu_times
+    monkeypatch.setattr(cpus, "_read_cpu_times", lambda: read(path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return path

@@ -68,7 +68,7 @@ def test_a_peak_that_was_measured_on_a_busy_machine_says_so(
     monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool
 ) -> None:
     monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda *args: 1e11)
-    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: share)
+    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: share)
     note = " while other programs used 45% of the CPU, so MFU and HFU are too high" if is_said else ""
     source = peak_flops.__wrapped__(CPU, torch.float32).source
     assert source == f"fp32 matrix products of 2048 measured here{note}"

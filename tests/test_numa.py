@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sysfs import FakeSysfs
-from zero2all.elastic.job_files import JobResources, slurm_script
-from zero2all.elastic.launcher import LaunchConfig
-from zero2all.numa import (
+from zero2all.cpus import (
     CpuBinding,
     binding_state,
     encode_bindings,
@@ -25,6 +23,8 @@ from zero2all.numa import (
     threads_per_rank,
     wanted_binding,
 )
+from zero2all.elastic.job_files import JobResources, slurm_script
+from zero2all.elastic.launcher import LaunchConfig
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="CPU affinity is Linux's")
 
@@ -107,7 +107,7 @@ def test_what_the_kernel_allows_is_compared_with_what_was_planned(
 
 
 BIND_AND_WAIT = (
-    "import sys; from zero2all.numa import bind_rank; print(bind_rank().problem, flush=True); sys.stdin.read()"
+    "import sys; from zero2all.cpus import bind_rank; print(bind_rank().problem, flush=True); sys.stdin.read()"
 )
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zero2all.cpu_use import SPIN_COUNT, USER_VARIABLES, spin_settings
+from zero2all.cpus import SPIN_COUNT, USER_VARIABLES, spin_settings
 
 NAMES = (*USER_VARIABLES, "OMP_NUM_THREADS")
 WORKER = """

@@ -1,10 +1,12 @@
-"""Peak performance of a device: data sheets of known GPUs, and a timed matrix product on anything else."""
+"""Devices of this machine, their peak performance (data sheets of known GPUs, and a timed matrix product on anything
+else), and its free memory."""
 
 from __future__ import annotations
 
 import functools
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zero2all.cpu_use import OtherCpuUse, busy_note
+from zero2all.cpus import OtherCpuUse, busy_note
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import GPUS, Gpu, find_gpu, lookup_gpu
 
@@ -275,3 +277,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == MPS:
         torch.mps.synchronize()
+
+
+def free_memory() -> int | None:
+    """Of the machine, or of the container if that has less. None if the system, as macOS, does not report it."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        free = int(found[1]) * 1024 if found else 0
+    except OSError:
+        if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+            return None
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        return min(free, limit - used)
+    except (OSError, ValueError):
+        return free

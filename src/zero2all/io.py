@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 1 << 16, 16  # 1 MiB of each file
 MAX_FILE_BYTES = 1 << 28  # of a JSON file or a tokenizer
-HISTORY_FILE = "history.json"  # of a run: see checkpoint/lineage.py
+HISTORY_FILE = "history.json"  # of a run: see checkpoint/training_state.py
 
 
 def sha256_file(path: Path) -> str:

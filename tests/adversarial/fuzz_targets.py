@@ -21,8 +21,8 @@ from tests.corpus import document_files
 from tests.track.test_hostile import BAD_ENTRIES, BAD_LINES, UNUSUAL_LINES, make, show_everything
 from zero2all.checkpoint import CheckpointStore, RankGroup
 from zero2all.checkpoint.flash import find_staged_slots
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
 from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.connection import (
     GREETING_BYTES,
     MAC_BYTES,

@@ -27,7 +27,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def _no_time_for_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda *args: 1e11)
-    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: None)
+    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: None)
 
 
 def tiny(*overrides: str) -> Recipe:

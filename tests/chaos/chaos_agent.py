@@ -10,7 +10,7 @@ from tests.chaos.shifted_clock import shift_clock
 shift_clock()
 
 from zero2all.elastic.launcher import LaunchConfig  # noqa: E402
-from zero2all.elastic.node_exclusion import NodePolicy  # noqa: E402
+from zero2all.elastic.restart_policy import NodePolicy  # noqa: E402
 from zero2all.processes import end_with_parent  # noqa: E402
 
 if __name__ == "__main__":

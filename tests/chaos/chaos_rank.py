@@ -24,7 +24,7 @@ from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, FaultInjector, read_i
 from tests.chaos.restore_audit import RestoreMarker  # noqa: E402
 from tests.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
 from zero2all.checkpoint import lock  # noqa: E402
-from zero2all.checkpoint.callbacks import CheckpointPhase  # noqa: E402
+from zero2all.checkpoint.training_state import CheckpointPhase  # noqa: E402
 from zero2all.console import say  # noqa: E402
 from zero2all.errors import Z2aError  # noqa: E402
 from zero2all.processes import process_start_time  # noqa: E402

@@ -23,8 +23,8 @@ import zero2all.checkpoint.dcp_reader as reader
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
 from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.cli.main import app
 from zero2all.errors import Z2aError
 from zero2all.io import sha256_file

@@ -27,8 +27,8 @@ from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
 from zero2all.checkpoint.dcp_reader import read_index
 from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers
 from zero2all.checkpoint.integrity import DamagedError
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
 from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.errors import Z2aError
 from zero2all.torch_private import storage_info
 

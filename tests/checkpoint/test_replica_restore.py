@@ -15,8 +15,8 @@ from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, RankGroup, ReplicaOptions, replicas
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.inspection import list_checkpoints
-from zero2all.checkpoint.lineage import Branch, Lineage
 from zero2all.checkpoint.restore import RankReport, SlotReport, decide_restore
+from zero2all.checkpoint.training_state import Branch, Lineage
 from zero2all.environment import JOB_SECRET_VARIABLE
 
 STEPS = (10, 20)

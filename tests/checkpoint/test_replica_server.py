@@ -17,9 +17,7 @@ import torch
 from tests.checkpoint.helpers import TRAINING_STATE
 from zero2all import connection
 from zero2all.checkpoint import replica_server
-from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
-from zero2all.checkpoint.lineage import Branch, Lineage
 from zero2all.checkpoint.peers import connect_peer
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
 from zero2all.checkpoint.replica_server import (
@@ -30,6 +28,7 @@ from zero2all.checkpoint.replica_server import (
     Request,
     fetch_state,
 )
+from zero2all.checkpoint.training_state import Branch, Lineage, SentReplica
 from zero2all.connection import (
     GREETING_BYTES,
     HELLO_BYTES,

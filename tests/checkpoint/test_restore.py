@@ -11,14 +11,6 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.checkpoint.lineage import (
-    UNKNOWN_LINEAGE,
-    Branch,
-    HistoryRecord,
-    Lineage,
-    contains_state,
-    extend_lineage,
-)
 from zero2all.checkpoint.restore import (
     DurableReport,
     RankReport,
@@ -26,6 +18,14 @@ from zero2all.checkpoint.restore import (
     RestoreDecision,
     SlotReport,
     decide_restore,
+)
+from zero2all.checkpoint.training_state import (
+    UNKNOWN_LINEAGE,
+    Branch,
+    HistoryRecord,
+    Lineage,
+    contains_state,
+    extend_lineage,
 )
 from zero2all.records import parse_record
 

@@ -23,8 +23,8 @@ from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import SharedRankGroup
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Branch, Lineage
 from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, Branch, Lineage
 from zero2all.errors import UsageError, Z2aError
 from zero2all.paths import RemotePath, to_path
 from zero2all.train import train

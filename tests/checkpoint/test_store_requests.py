@@ -14,7 +14,7 @@ import torch
 import zero2all.paths as paths
 from tests.checkpoint.helpers import TRAINING_STATE
 from zero2all.checkpoint import CheckpointStore, RankGroup
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.paths import RemotePath, to_path
 
 FILES = 60

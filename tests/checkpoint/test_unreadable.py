@@ -19,8 +19,8 @@ import zero2all.checkpoint.integrity as integrity
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, DamagedStateError, RankGroup, checkpoint_store
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, read_lineage
 from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, read_lineage
 from zero2all.errors import Z2aError
 
 

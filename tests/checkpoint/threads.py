@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from zero2all.checkpoint import CheckpointCallbacks, CheckpointStore, RankGroup, TrainingState
-from zero2all.checkpoint.lineage import Lineage
+from zero2all.checkpoint.training_state import Lineage
 from zero2all.errors import Z2aError
 
 T = TypeVar("T")

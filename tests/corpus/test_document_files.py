@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus import document_files as make
-from zero2all import limited_child, limited_process
+from zero2all import limited_process
 from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
 from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.readers import (
@@ -642,7 +642,7 @@ def test_damaged_files_raise_nothing_but_reasons(tmp_path: Path, name: str) -> N
 
 def test_programs_for_untrusted_input_import_nothing_large() -> None:
     code = "import sys, runpy; runpy.run_path(sys.argv[1]); print(*sorted(sys.modules))"
-    for program in (limited_child, reader_child, template_child):
+    for program in (limited_process, reader_child, template_child):
         words = [sys.executable, "-P", "-c", code, program.__file__]
         loaded = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
         assert not {"zero2all", "numpy", "pyarrow", "pypdf"} & set(loaded)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
-from zero2all.doctor.node_check import check_node
 from zero2all.doctor.pairs import (
     DeviceCheck,
     PairMeasurement,
@@ -20,7 +19,7 @@ from zero2all.doctor.pairs import (
     round_robin_rounds,
     undecided_nodes,
 )
-from zero2all.doctor.preflight import compare_devices, compare_versions, run_checks
+from zero2all.doctor.preflight import check_node, compare_devices, compare_versions, run_checks
 from zero2all.elastic.job_secret import new_secret
 from zero2all.environment import JOB_SECRET_VARIABLE
 
@@ -36,7 +35,7 @@ def test_this_machine_is_checked(tmp_path: Path) -> None:
 
 def test_a_mac_is_checked_without_what_only_linux_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr("zero2all.doctor.node_check.free_memory", lambda: None)
+    monkeypatch.setattr("zero2all.doctor.preflight.free_memory", lambda: None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     checked: list[str] = []
     monkeypatch.setattr("zero2all.doctor.preflight.check_device", lambda device: checked.append(device.type) or GOOD)

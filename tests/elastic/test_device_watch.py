@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zero2all.device_watch import WATCHED_STEPS, DevicePosition, DeviceWatch
 from zero2all.elastic import worker
 from zero2all.elastic.flight_recorder import GroupTrace, RecordedCollective, merge_dumps, read_device_state
 from zero2all.elastic.hang_detection import HungRank, find_hang_culprits, waits_in_collective
+from zero2all.elastic.heartbeat import WATCHED_STEPS, DevicePosition, DeviceWatch
 from zero2all.train.device_batch import HostCopy
 from zero2all.train.step_timer import HostClock, StepTimer
 

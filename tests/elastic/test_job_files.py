@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.cli.main import app
-from zero2all.elastic.addresses import wait_for_name
 from zero2all.elastic.job_files import JobResources, indexed_job, pytorch_job, slurm_script, train_job
 from zero2all.elastic.job_secret import new_secret
 from zero2all.elastic.launcher import LaunchConfig
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import wait_for_name
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
 PLAIN = JobResources()

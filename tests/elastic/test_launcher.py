@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from zero2all.cli.main import app
 from zero2all.elastic import launcher
-from zero2all.elastic.addresses import is_local_address, local_address_for
 from zero2all.elastic.job_secret import default_secret_file
 from zero2all.elastic.launcher import LaunchConfig
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
@@ -25,7 +24,7 @@ from zero2all.elastic.rendezvous_client import RendezvousClient
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
-from zero2all.network import interface_for_address
+from zero2all.network import interface_for_address, is_local_address, local_address_for
 from zero2all.processes import AGENT_PID
 from zero2all.train import TrainSummary
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.elastic.test_rendezvous_state import SETTLED, Cluster
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.gpu_errors import XIDS, GpuErrors, fatal_texts, xid_faults
-from zero2all.elastic.node_exclusion import FAILURE_WINDOW, FailureFacts, failures_to_exclude
 from zero2all.elastic.rendezvous_state import RendezvousState
+from zero2all.elastic.restart_policy import FAILURE_WINDOW, FailureFacts, failures_to_exclude
 
 CRASH = FailureFacts(step=7, kind="crash", by_signal=True)
 CUT_OFF = FailureFacts(step=7, kind="cut off")

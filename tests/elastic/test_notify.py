@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from zero2all.elastic import notify
-from zero2all.elastic.node_exclusion import NodePolicy
 from zero2all.elastic.notify import JobEvent, Notifier, masked, parse_hook
+from zero2all.elastic.restart_policy import NodePolicy
 from zero2all.environment import JOB_SECRET_VARIABLE, NOTIFY_VARIABLE
 from zero2all.errors import UsageError
 

@@ -13,14 +13,19 @@ import pytest
 
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from tests.elastic.nat_network import unavailable_reason
-from zero2all.elastic.addresses import NodeAddress
-from zero2all.elastic.overlay import OverlayPeer, WireGuardOverlay, _refuse_same_addresses, overlay_address
-from zero2all.elastic.overlay_guard import CONTROL_SOCKETS
+from zero2all.elastic.overlay import (
+    CONTROL_SOCKETS,
+    OverlayPeer,
+    WireGuardOverlay,
+    _refuse_same_addresses,
+    overlay_address,
+)
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import NodeAddress
 
 UNAVAILABLE = unavailable_reason("wg", "wireguard-go")
 needs_wireguard = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no WireGuard here: {UNAVAILABLE}")
-GUARD = [sys.executable, "-m", "zero2all.elastic.overlay_guard"]
+GUARD = [sys.executable, "-m", "zero2all.elastic.overlay"]
 PARENT = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); sys.stdin.read()"
 
 

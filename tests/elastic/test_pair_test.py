@@ -15,7 +15,6 @@ from tests.elastic.test_node_exclusion import CRASH, CUT_OFF, excluded, names
 from tests.elastic.test_rendezvous_state import Cluster
 from zero2all.doctor.pairs import DeviceCheck
 from zero2all.elastic import pair_test
-from zero2all.elastic.node_exclusion import FailureFacts
 from zero2all.elastic.pair_test import (
     DEVICE_TIMEOUT,
     DEVICE_TURN,
@@ -25,6 +24,7 @@ from zero2all.elastic.pair_test import (
     TurnReport,
     run_pair_test,
 )
+from zero2all.elastic.restart_policy import FailureFacts
 
 GOOD = DeviceCheck("card", 0.01, "abc", steady=True)
 HANG = FailureFacts(step=7, kind="hang")

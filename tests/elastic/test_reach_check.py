@@ -9,13 +9,13 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from zero2all.doctor.reachability import ProbeListener, Target, probe
-from zero2all.elastic.addresses import HostPort, NodeAddress, find_node_address
 from zero2all.elastic.reach_check import peers_to_try
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig, UnreachableError
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.network import HostPort, NodeAddress, find_node_address
 
 SECRET = "a secret of a test"
 

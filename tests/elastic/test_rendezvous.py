@@ -22,7 +22,6 @@ from zero2all.connection import MAGIC, NAME_BYTES, NONCE_BYTES, SignedSession, T
 from zero2all.elastic import rendezvous_client as client_module
 from zero2all.elastic import rendezvous_server as serve_module
 from zero2all.elastic.job_secret import find_secret, new_secret
-from zero2all.elastic.node_exclusion import FailureFacts
 from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous, RendezvousConfig
 from zero2all.elastic.rendezvous_client import (
@@ -35,6 +34,7 @@ from zero2all.elastic.rendezvous_client import (
 from zero2all.elastic.rendezvous_messages import Enter, JoinNextRound, OwnNode, Ping, Request, SetValues
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import RendezvousSettings
+from zero2all.elastic.restart_policy import FailureFacts
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
 from zero2all.parallel.tcp_store import tcp_store_from_env

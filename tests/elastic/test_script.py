@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.elastic import activity, heartbeat
-from zero2all.elastic.activity import ActivityWatch
+from zero2all.elastic import hang_detection, heartbeat
+from zero2all.elastic.hang_detection import ActivityWatch
 from zero2all.elastic.heartbeat import Heartbeat, StartupPhase, beat, create_heartbeat
 from zero2all.elastic.restart_policy import MAX_FAILURES_PER_STEP, RestartPolicy
-from zero2all.elastic.script import SCRIPT_MODULE, worker_command
-from zero2all.elastic.worker import collectives_path
+from zero2all.elastic.worker import SCRIPT_MODULE, collectives_path, worker_command
 
 DDP = """
 import os, sys, time
@@ -185,7 +184,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(activity, "time", clock)
+    monkeypatch.setattr(hang_detection, "time", clock)
     return clock
 
 
@@ -224,7 +223,7 @@ def test_a_collective_that_stays_pending_is_a_hang_though_the_host_spins(tmp_pat
         collectives_path(tmp_path, 0).write_text(json.dumps({"entries": [entry]}))
 
     watch = ActivityWatch(tmp_path, hang_after=10)
-    usage = iter(activity._Usage(float(number), 0) for number in range(100))  # it spins
+    usage = iter(hang_detection._Usage(float(number), 0) for number in range(100))  # it spins
     checks: list[float] = []
     for number, state in [(1, "completed"), (2, "started"), (3, "started"), (3, "started"), (3, "started")]:
         clock.now += 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.test_rendezvous_state import Cluster
-from zero2all.elastic.node_exclusion import StragglerPolicy
+from zero2all.elastic.restart_policy import StragglerPolicy
 from zero2all.elastic.stragglers import (
     CHECKS_TO_CONFIRM,
     ArrivalReport,

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from zero2all.elastic.flight_recorder import GroupTrace, merge_dumps, read_group_traces
+from zero2all.elastic.flight_recorder import GroupTrace, find_causes, merge_dumps, read_group_traces, show_ranks
 from zero2all.elastic.hang_detection import HungRank, find_hang_culprits
-from zero2all.elastic.wait_graph import find_causes, show_ranks
 from zero2all.records import parse_record, to_json
 
 SHAPES = {"_all_gather_base": ([1024], [4096]), "_reduce_scatter_base": ([4096], [1024])}

@@ -47,7 +47,7 @@ def said(meter: ThroughputMeter, step: int, capsys: pytest.CaptureFixture[str], 
 def test_verbose_says_that_the_machine_was_busy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float | None, is_said: bool
 ) -> None:
-    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: share)
+    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: share)
     on_cpu, on_gpu = meter("cpu"), meter("meta")
     monkeypatch.setattr("zero2all.train.throughput.peak_memory_bytes", lambda device: 1000)
     assert said(on_cpu, 0, capsys)[-1].endswith("  other programs used 45% of the CPU") == is_said
@@ -75,7 +75,7 @@ def test_rewards_are_logged_with_every_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tflops_are_of_one_device_and_both_utilizations_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: None)
+    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: None)
     one, four = meter("cpu"), meter("cpu")
     four.world_size = 4
     one.tokens_per_second, four.tokens_per_second = 1e4, 4e4
@@ -100,7 +100,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[PeakFlops]:
     monkeypatch.setattr("zero2all.hardware.peak_flops", lambda device, dtype: found.pop(0))
     monkeypatch.setattr("zero2all.hardware.peak_flops.cache_clear", lambda: None, raising=False)
     monkeypatch.setattr("zero2all.train.throughput.time.monotonic", lambda: 60.0 * next(minutes))
-    monkeypatch.setattr("zero2all.cpu_use.OtherCpuUse.share", lambda self: 0.0)
+    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: 0.0)
     return found
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.checkpoint_store import CheckpointStore
+from zero2all.checkpoint.dcp_reader import SlotReader
 from zero2all.checkpoint.flash import (
     Slot,
     Slots,
@@ -31,14 +31,7 @@ from zero2all.checkpoint.flash import (
     slot_bytes,
     slot_layout,
 )
-from zero2all.checkpoint.lineage import (
-    HistoryRecord,
-    Lineage,
-    extend_lineage,
-    new_history_id,
-)
 from zero2all.checkpoint.rank_group import COLLECTIVE_TIMEOUT, RankGroup
-from zero2all.checkpoint.replica_check import check_replicas
 from zero2all.checkpoint.replicas import ReplicaOptions, Replicas
 from zero2all.checkpoint.restore import RestoreDecision, decision_summary
 from zero2all.checkpoint.restore_point import (
@@ -47,9 +40,9 @@ from zero2all.checkpoint.restore_point import (
     RestorePointFinder,
     worst_problems,
 )
-from zero2all.checkpoint.slot_reader import SlotReader
 from zero2all.checkpoint.state_dict import (
     SyncState,
+    check_replicas,
     drop_unsaved,
     flatten_tensors,
     load_training_state_dict,
@@ -59,7 +52,14 @@ from zero2all.checkpoint.state_dict import (
     training_state_dict,
     wrap_local_like,
 )
-from zero2all.checkpoint.training_state import TrainingState
+from zero2all.checkpoint.training_state import (
+    CheckpointCallbacks,
+    HistoryRecord,
+    Lineage,
+    TrainingState,
+    extend_lineage,
+    new_history_id,
+)
 from zero2all.console import say, warn
 from zero2all.errors import DiskFullError, Z2aError
 from zero2all.io import HISTORY_FILE, write_json

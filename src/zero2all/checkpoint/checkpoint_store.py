@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from zero2all.checkpoint.callbacks import CheckpointCallbacks
 from zero2all.checkpoint.dcp_reader import CheckpointReader
 from zero2all.checkpoint.dcp_writer import CheckpointWriter
 from zero2all.checkpoint.integrity import (
@@ -35,7 +34,6 @@ from zero2all.checkpoint.integrity import (
     verify_sizes,
     worst_result,
 )
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.state_dict import (
     SyncState,
@@ -45,7 +43,14 @@ from zero2all.checkpoint.state_dict import (
     local_shard,
     training_state_dict,
 )
-from zero2all.checkpoint.training_state import TrainingState
+from zero2all.checkpoint.training_state import (
+    UNKNOWN_LINEAGE,
+    CheckpointCallbacks,
+    Lineage,
+    SavedLineage,
+    TrainingState,
+    contains_state,
+)
 from zero2all.console import warn
 from zero2all.errors import Z2aError, is_disk_full
 from zero2all.io import (

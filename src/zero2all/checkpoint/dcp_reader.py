@@ -5,11 +5,13 @@ classes that DCP writes become inert objects, which are checked and then copied 
 refused. Entries that are not tensors are never read. Tensors are read by torch with ``weights_only=True``.
 
 Our own checkpoints also have an index of columns (``chunk_index.py``), from which each rank plans its reads alone.
+States in memory are read by ``SlotReader``.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -32,10 +34,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from zero2all.checkpoint.chunk_index import DTYPES, INDEX_FILE, ChunkIndex, Region
+from zero2all.checkpoint.flash import ShardSpec, StagedSlot
 from zero2all.checkpoint.integrity import DamagedError, read_manifest_of_checkpoint
 from zero2all.checkpoint.pickle_scan import call_with_stack_for, check_numbers
 from zero2all.errors import Z2aError
@@ -314,3 +319,68 @@ def failure_reasons(error: CheckpointException) -> str:
     """The distinct reasons of all ranks, in one line."""
     reasons = {str(reason).splitlines()[0] for reason, _ in error.failures.values() if str(reason)}
     return "; ".join(sorted(reasons)) or "no reason was given"
+
+
+class SlotReader(StorageReader):
+    """Reads the slots of one state, so that it can be resharded to another parallel layout."""
+
+    def __init__(self, slots: list[StagedSlot]) -> None:
+        self._slots = slots
+        self._shard_locations: dict[MetadataIndex, tuple[Path, ShardSpec]] = {}
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors in place. No collective: each rank plans its reads from the slots it was given."""
+        state_dict_loader.load(tensors, storage_reader=self, no_dist=True)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._collect_metadata()
+        return self._metadata
+
+    def _collect_metadata(self) -> Metadata:
+        known: dict[str, TensorStorageMetadata] = {}
+        for slot in self._slots:
+            for spec in slot.shard_specs():
+                if spec.bytes == 0 and 0 not in spec.size:
+                    continue  # an empty shard may have the offsets of another
+                properties = TensorProperties(dtype=getattr(torch, spec.dtype))
+                entry = known.setdefault(spec.name, TensorStorageMetadata(properties, torch.Size(spec.size), []))
+                chunk = ChunkStorageMetadata(torch.Size(spec.offsets), torch.Size(spec.sizes))
+                index = MetadataIndex(spec.name, chunk.offsets)
+                if index not in self._shard_locations:  # replicas on several ranks
+                    entry.chunks.append(chunk)
+                    self._shard_locations[index] = (slot.data, spec)
+        return Metadata(state_dict_metadata=dict(known))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        opened: dict[Path, Tensor] = {}
+        for item in plan.items:
+            path, spec = self._shard_locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            if path not in opened:
+                with open(path, "rb") as stream:
+                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                opened[path] = torch.frombuffer(mapped, dtype=torch.uint8)
+            source = spec.view(opened[path])
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+        done: TorchFuture[None] = TorchFuture()
+        done.set_result(None)
+        return done

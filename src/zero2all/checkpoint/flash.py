@@ -29,10 +29,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from zero2all.checkpoint.callbacks import CheckpointCallbacks, ignore
-from zero2all.checkpoint.lineage import Lineage, SavedLineage, contains_state
 from zero2all.checkpoint.state_dict import local_shard
-from zero2all.checkpoint.training_state import TrainingState
+from zero2all.checkpoint.training_state import (
+    CheckpointCallbacks,
+    Lineage,
+    SavedLineage,
+    TrainingState,
+    contains_state,
+    ignore,
+)
 from zero2all.console import warn
 from zero2all.errors import Z2aError
 from zero2all.hardware import on_current_device

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
 from zero2all.checkpoint.peers import connect_peer
 from zero2all.checkpoint.replica_server import LAYOUT_FILE, RejectedStateError, Reply, Request
+from zero2all.checkpoint.training_state import SentReplica
 from zero2all.connection import Address, TamperedError
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError

@@ -26,8 +26,8 @@ from zero2all.checkpoint.flash import (
     padded_bytes,
     slot_bytes,
 )
-from zero2all.checkpoint.lineage import contains_state
 from zero2all.checkpoint.peers import PeerServer, connect_peer
+from zero2all.checkpoint.training_state import contains_state
 from zero2all.connection import Address, Connection
 from zero2all.errors import Z2aError
 from zero2all.io import read_record, write_text

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.checkpoint.callbacks import SentReplica
 from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
 from zero2all.checkpoint.replica_server import ReplicaServer, ReplicaSlots, Request, fetch_state
+from zero2all.checkpoint.training_state import SentReplica
 from zero2all.connection import Address
 from zero2all.console import warn
 from zero2all.environment import JOB_SECRET_VARIABLE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zero2all.checkpoint.lineage import Lineage, contains_state, descends_from
+from zero2all.checkpoint.training_state import Lineage, contains_state, descends_from
 from zero2all.errors import Z2aError
 from zero2all.records import RestoreSummary
 from zero2all.units import show_bytes

@@ -32,7 +32,6 @@ from zero2all.checkpoint.integrity import (
     verify_sizes,
     worst_result,
 )
-from zero2all.checkpoint.lineage import UNKNOWN_LINEAGE, Lineage, read_lineage
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replica_server import Request
 from zero2all.checkpoint.replicas import Replicas
@@ -47,7 +46,7 @@ from zero2all.checkpoint.restore import (
     decide_restore,
 )
 from zero2all.checkpoint.state_dict import flatten_tensors
-from zero2all.checkpoint.training_state import TrainingState
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, Lineage, TrainingState, read_lineage
 from zero2all.connection import TamperedError
 from zero2all.console import say, warn
 from zero2all.errors import Z2aError

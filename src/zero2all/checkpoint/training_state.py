@@ -1,9 +1,25 @@
-"""What a checkpoint holds beside the tensors, and the identity of a run: the records of its JSON files."""
+"""What a checkpoint holds beside the tensors, the identity and the lineage of a run: the records of its JSON files; and
+what the owner of a checkpoint manager is told while states are saved.
+
+Step numbers alone do not identify a state: lost steps are repeated, with other results. Every start of a run, and every
+rollback, begins a history with a random id. A lineage lists the histories that a state went through, oldest first, each
+with the step at which it began: ``((a1, 0), (b2, 900))`` means that history b2 began from the state of step 900 of
+history a1. What a1 did after step 900 is not part of it: it was abandoned.
+"""
 
 from __future__ import annotations
 
+import math
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from zero2all.io import HISTORY_FILE, read_record
+from zero2all.records import RestoreSummary
 
 RopeScalingValues = dict[str, str | int | float | None]
 """``recipe.RopeScaling`` as JSON."""
@@ -112,3 +128,97 @@ class TrainingState(RunIdentity):
     """Never removed by retention."""
     bits_per_byte: float | None = None
     """Bits-per-byte of the validation after this step, if there was one."""
+
+
+MAX_HISTORIES = 256  # in a lineage; a restart needs no older ones
+
+
+class Branch(NamedTuple):
+    history: str
+    first_step: int
+    """The step at which it branched off from the previous history."""
+
+
+Lineage = tuple[Branch, ...]
+SavedLineage = Annotated[Lineage, Field(min_length=1)]
+UNKNOWN_LINEAGE: Lineage = (Branch("unknown", 0),)
+"""Lineage of durable checkpoints written before histories were recorded."""
+
+
+def new_history_id() -> str:
+    return secrets.token_hex(6)
+
+
+def extend_lineage(lineage: Lineage, step: int, history: str) -> Lineage:
+    """The lineage of a new history that begins from the state of ``step`` at the end of ``lineage``."""
+    return (*lineage, Branch(history, step))[-MAX_HISTORIES:]
+
+
+def contains_state(lineage: Lineage, step: int, history: str) -> bool:
+    """Whether ``lineage`` contains the state of ``step`` of ``history``, or will once it reaches that step."""
+    for number, branch in enumerate(lineage):
+        if branch.history == history:
+            until = lineage[number + 1].first_step if number + 1 < len(lineage) else math.inf
+            return branch.first_step <= step <= until
+    return False
+
+
+def descends_from(lineage: Lineage, ancestor: Lineage) -> bool:
+    """Whether ``lineage`` branched off from the last history of ``ancestor``."""
+    return any(branch.history == ancestor[-1].history for branch in lineage[:-1])
+
+
+@dataclass(frozen=True)
+class HistoryRecord:
+    """``history.json``."""
+
+    lineage: SavedLineage
+    time: float = 0.0
+    """When its last history began."""
+    restored: RestoreSummary | None = None
+
+
+def read_lineage(run: Path) -> Lineage | None:
+    """The lineage of the last start or rollback of a run; None if it has none."""
+    path = run / HISTORY_FILE
+    return read_record(HistoryRecord, path).lineage if path.exists() else None
+
+
+CheckpointPhase = Literal["restore", "staging", "marker", "persist", "manifest"]
+"""A state is about to be loaded. In memory: a slot is being overwritten; it is complete but for its marker. On durable
+storage: the shards of this rank are about to be written; all are written but the manifest."""
+
+
+def ignore(*details: object) -> None:
+    """The callback of those who need none."""
+
+
+@dataclass(frozen=True)
+class SentReplica:
+    """A state of this rank that all holders of its replicas have."""
+
+    step: int
+    bytes: int
+    """Sent over the network, to all holders together."""
+    seconds: float
+    lag: int
+    """Steps by which it was behind the newest state in memory when it had arrived."""
+
+
+@dataclass(frozen=True)
+class CheckpointCallbacks:
+    """Called from the training thread or from background threads: they must be thread-safe."""
+
+    on_wait: Callable[[], None] = ignore
+    """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
+    before_commit: Callable[[], bool] = lambda: True
+    """Whether a state may be committed: not while the run record lags behind it.
+
+    Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
+    """
+    on_saved: Callable[[int, float], None] = ignore
+    """Called with the step and the seconds of a durable checkpoint that was written."""
+    on_replica: Callable[[SentReplica], None] = ignore
+    """Called with each state that other nodes now keep too."""
+    on_phase: Callable[[CheckpointPhase], None] = ignore
+    """Called at each phase of saving and before a state is loaded; fault injection uses it."""

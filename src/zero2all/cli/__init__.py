@@ -2,7 +2,7 @@
 
 import os
 
-from zero2all.cpu_use import limit_openmp_spinning
+from zero2all.cpus import limit_openmp_spinning
 from zero2all.environment import set_cuda_environment
 
 # All here, because every way into the command comes past before it imports torch.

@@ -8,7 +8,7 @@ if "Z2A_AGENT_DIR" in os.environ:  # under an agent; heartbeat.py would load tor
 
     end_with_agent()  # the next import takes seconds
 
-    from zero2all.numa import bind_rank
+    from zero2all.cpus import bind_rank
 
     bound = bind_rank()  # before torch starts threads, which inherit it
     if bound is not None and bound.problem:

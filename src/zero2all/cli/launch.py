@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zero2all.cli.conventions import HelpAll, Json, Result, resumable_command
-from zero2all.elastic.addresses import DEFAULT_PORT, HostPort, OverlayKind
-from zero2all.elastic.node_exclusion import NodePolicy, StragglerPolicy
+from zero2all.cpus import BindingMode
+from zero2all.elastic.restart_policy import NodePolicy, StragglerPolicy
 from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError, Z2aError
-from zero2all.numa import BindingMode
+from zero2all.network import DEFAULT_PORT, HostPort, OverlayKind
 from zero2all.processes import require_linux
 
 if TYPE_CHECKING:

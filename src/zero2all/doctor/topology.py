@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from zero2all.cpus import SYSFS, NumaNode, pci_numa_node, rank_binding, read_numa_nodes, show_cpu_list
 from zero2all.findings import Finding, finding_if
 from zero2all.hardware import gpu_pci_addresses
-from zero2all.numa import SYSFS, NumaNode, pci_numa_node, rank_binding, read_numa_nodes, show_cpu_list
 from zero2all.processes import read_text
 from zero2all.units import show_bytes
 

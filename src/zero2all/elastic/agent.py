@@ -19,7 +19,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero2all.console import say
-from zero2all.elastic.activity import ActivityWatch
 from zero2all.elastic.exit_reason import ExitReason, FailureKind, classify_exit, is_signal_exit, oom_kills
 from zero2all.elastic.failure_report import (
     LOG_LINES,
@@ -35,12 +34,18 @@ from zero2all.elastic.failure_report import (
     write_node_report,
 )
 from zero2all.elastic.gpu_errors import GpuErrorPoll, GpuErrors, GpuFault, fatal_texts
-from zero2all.elastic.hang_detection import HungRank, collect_stacks, is_hung, request_abort, request_dump
+from zero2all.elastic.hang_detection import (
+    ActivityWatch,
+    HungRank,
+    collect_stacks,
+    is_hung,
+    request_abort,
+    request_dump,
+)
 from zero2all.elastic.heartbeat import Heartbeat, HeartbeatStatus, StartupPhase, create_heartbeat, find_run_directory
-from zero2all.elastic.node_exclusion import READMIT_ADVICE, FailureFacts
 from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.rendezvous import Rendezvous
-from zero2all.elastic.restart_policy import RestartPolicy
+from zero2all.elastic.restart_policy import READMIT_ADVICE, FailureFacts, RestartPolicy
 from zero2all.elastic.stragglers import CHECK_INTERVAL, find_straggler, read_arrival_times
 from zero2all.elastic.worker import collectives_path, dump_thread_path, stacks_path
 from zero2all.environment import record_collective_starts

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.elastic.hang_detection import HangCulprit, HungRank, find_hang_culprits
-from zero2all.elastic.script import SCRIPT_MODULE
+from zero2all.elastic.worker import SCRIPT_MODULE
 from zero2all.errors import Z2aError
 from zero2all.io import HISTORY_FILE, read_json, read_record, write_record, write_text
 from zero2all.records import RestoreSummary, parse_record

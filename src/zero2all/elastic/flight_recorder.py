@@ -3,17 +3,22 @@
 Every backend has a recorder of its own. The entries of gloo never become "completed", but "retired" when they are over.
 NCCL's run on the device, many of them behind the host: there the first one that is not completed holds up all others of
 its group. A group has two rows of numbers, one for collectives and one for sends and receives.
+
+With data, tensor and pipeline parallelism a stuck rank holds up its own groups, those hold up theirs, and soon every
+rank waits. The traces of all ranks give a graph: an edge from each rank that waits in a collective to each that has not
+come to it. Where it ends is the cause. Ranks that came to another collective are the cause themselves.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.device_watch import DevicePosition
+from zero2all.elastic.heartbeat import DevicePosition
 from zero2all.errors import Z2aError
 from zero2all.records import Record, parse_record, to_json
 
@@ -188,3 +193,196 @@ def pending_on_device(collectives: list[RecordedCollective]) -> list[RecordedCol
 def current_collective(collectives: list[RecordedCollective]) -> RecordedCollective | None:
     """The one that a rank is in: the first that its device has not completed, or the last that it began."""
     return next(iter([*pending_on_device(collectives)[:1], *collectives[-1:]]), None)
+
+
+Traces = Mapping[int, Sequence[GroupTrace]]
+"""By rank."""
+_ENDS = re.compile(r":(?:send (?P<source>\d+)->(?P<to>\d+)|recv (?P<at>\d+)<-(?P<origin>\d+))")
+# Collectives of which every rank may pass other sizes, or only one rank passes any.
+_UNEVEN = re.compile(r"all_?to_?all|gather$|scatter$|broadcast|send|recv|coalesced|barrier")
+_EVEN = re.compile(r"all_?gather|reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Cause:
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A rank waits in a collective for others."""
+
+    rank: int
+    group: tuple[int, ...]
+    pending: RecordedCollective
+    missing: tuple[int, ...]
+    """They have not come to it."""
+    unstarted: tuple[int, ...]
+    """They have, but their devices have not come to it."""
+
+
+def find_causes(traces: Traces, heard_all: bool) -> list[Cause]:
+    """Without ``heard_all`` a rank that sent no trace may be on a node that has not reported yet: it is not named."""
+    waits = [wait for row in _by_group(traces) for wait in _waits(row)]
+    unlike = [_mismatches(row, _operation) for row in _by_group(traces)]
+    uneven = [_mismatches(row, _sizes) for row in _by_group(traces)]
+    return (
+        _unique(cause for causes in unlike for cause in causes)
+        or _ends(waits, traces, heard_all)
+        or _unique(cause for causes in uneven for cause in causes)
+        or _cycle(waits)
+    )
+
+
+def _by_group(traces: Traces) -> list[dict[int, GroupTrace]]:
+    """The traces of each group, by rank."""
+    found: defaultdict[tuple[str, tuple[int, ...], bool], dict[int, GroupTrace]] = defaultdict(dict)
+    for rank, groups in traces.items():
+        for trace in groups:
+            found[trace.name, tuple(trace.ranks), trace.is_p2p][rank] = trace
+    return list(found.values())
+
+
+def _waits(row: Mapping[int, GroupTrace]) -> Iterable[_Wait]:
+    for rank, trace in row.items():
+        if (pending := trace.pending) is None:
+            continue
+        others = _partners(trace, pending) - {rank}
+        missing = tuple(sorted(other for other in others if not _has_come(row.get(other), pending)))
+        unstarted: tuple[int, ...] = ()
+        if pending.state == "started":
+            unstarted = tuple(
+                sorted(other for other in others - set(missing) if _is_scheduled(row[other], pending.number))
+            )
+        yield _Wait(rank, tuple(trace.ranks), pending, missing, unstarted)
+
+
+def _partners(trace: GroupTrace, pending: RecordedCollective) -> set[int]:
+    ends = _ENDS.search(pending.profiling_name)
+    if ends is None:
+        return set(trace.ranks)
+    places = [int(place) for place in ends.groups() if place is not None]
+    return {trace.ranks[place] for place in places if place < len(trace.ranks)}
+
+
+def _has_come(trace: GroupTrace | None, pending: RecordedCollective) -> bool:
+    """Whether a rank has come to a collective of the group, or to the other end of a send."""
+    if trace is None:
+        return False
+    ends = _ENDS.search(pending.profiling_name)
+    if ends is None:
+        held_up_before = trace.pending is not None and trace.pending.number < pending.number
+        return trace.begun >= pending.number and not held_up_before
+    source, to = (ends["source"], ends["to"]) if ends["source"] else (ends["origin"], ends["at"])
+    other_end = f":recv {to}<-{source}" if ends["source"] else f":send {source}->{to}"
+    return any(one.profiling_name.endswith(other_end) and not one.is_done for one in trace.recent)
+
+
+def _is_scheduled(trace: GroupTrace, number: int) -> bool:
+    return trace.pending is not None and trace.pending.number == number and trace.pending.state == "scheduled"
+
+
+def _ends(waits: list[_Wait], traces: Traces, heard_all: bool) -> list[Cause]:
+    """The ranks that others wait for, and that wait for nobody."""
+    waiting = {wait.rank for wait in waits if wait.missing or wait.unstarted}
+    found: dict[int, str] = {}
+    for wait in sorted(waits, key=lambda wait: wait.rank):
+        where = f"{wait.pending.with_sizes()}, in which {show_ranks(_in_the_same(wait, waits))}"
+        for rank in wait.missing:
+            found.setdefault(rank, _why_missing(traces.get(rank, ()), wait, where))
+        for rank in wait.unstarted:
+            why = f"has launched {where}, but its device has not come to it: a kernel before it is stuck"
+            found.setdefault(rank, why)
+    return [
+        Cause(rank, why) for rank, why in sorted(found.items()) if rank not in waiting and (heard_all or rank in traces)
+    ]
+
+
+def _why_missing(traces: Sequence[GroupTrace], wait: _Wait, where: str) -> str:
+    if not traces:
+        return f"sent no trace: it has exited or does not answer; it has not come to {where}"
+    name, is_p2p = wait.pending.process_group[0], wait.pending.is_p2p
+    mine = next((one for one in traces if (one.name, one.is_p2p) == (name, is_p2p)), None)
+    if mine is not None and mine.pending is not None and not is_p2p:
+        return f"has not completed {mine.pending.with_sizes()}, but the others have: they wait in {wait.pending}"
+    return f"is not in the collective that the others wait in: it has not begun {where}"
+
+
+def _in_the_same(wait: _Wait, waits: list[_Wait]) -> list[int]:
+    """The ranks that wait in the same collective; those whose device has not come to it do not."""
+    key = (wait.group, wait.pending.process_group, wait.pending.is_p2p, wait.pending.number)
+    found = [
+        (other.rank, (other.group, other.pending.process_group, other.pending.is_p2p, other.pending.number))
+        for other in waits
+    ]
+    return [rank for rank, other in found if other == key and rank not in wait.unstarted]
+
+
+def _operation(one: RecordedCollective) -> str:
+    return "" if one.is_p2p else one.operation
+
+
+def _sizes(one: RecordedCollective) -> str:
+    is_free = _UNEVEN.search(one.operation) and not _EVEN.search(one.operation)
+    return "" if is_free or one.is_p2p else str((one.input_sizes, one.output_sizes, one.input_dtypes))
+
+
+def _mismatches(row: Mapping[int, GroupTrace], view: Callable[[RecordedCollective], str]) -> list[Cause]:
+    """Ranks of a group that came to another collective than most under the same number; all of them if none is most."""
+    numbers = [trace.pending.number for trace in row.values() if trace.pending is not None]
+    if not numbers or next(iter(row.values())).is_p2p:
+        return []
+    at = {rank: one for rank, trace in row.items() if (one := trace.at(min(numbers))) is not None}
+    counts = Counter(view(one) for one in at.values())
+    if len(counts) < 2:
+        return []
+    (most, count), (_, next_count) = counts.most_common(2)
+    common = {rank: one for rank, one in at.items() if count > next_count and view(one) == most}
+    causes = []
+    for rank, one in sorted(at.items()):
+        if rank not in common:
+            others = common or {other: two for other, two in at.items() if view(two) != view(one)}
+            theirs = next(iter(others.values())).with_sizes()
+            words = f"{one.with_sizes()}, where {show_ranks(others, 'began')} {theirs}"
+            causes.append(Cause(rank, f"is in another collective than the others: {words}"))
+    return causes
+
+
+def _cycle(waits: list[_Wait]) -> list[Cause]:
+    """Ranks that wait for each other: they use their groups in different orders."""
+    by_rank: dict[int, _Wait] = {}
+    for wait in waits:
+        if wait.missing:
+            by_rank.setdefault(wait.rank, wait)
+    if not by_rank:
+        return []
+    walked: list[int] = [min(by_rank)]
+    while (following := by_rank[walked[-1]].missing[0]) not in walked:
+        if following not in by_rank:
+            return []
+        walked.append(following)
+    ring = walked[walked.index(following) :]
+    return [
+        Cause(
+            rank,
+            f"waits in {by_rank[rank].pending.with_sizes()} for rank {by_rank[rank].missing[0]}, which waits for it "
+            "elsewhere: the ranks use their groups in different orders",
+        )
+        for rank in ring
+    ]
+
+
+def _unique(causes: Iterable[Cause]) -> list[Cause]:
+    return sorted({cause.rank: cause for cause in causes}.values(), key=lambda cause: cause.rank)
+
+
+def show_ranks(ranks: Iterable[int], verb: str = "") -> str:
+    """``ranks 0-3 and 6 wait``."""
+    ordered = sorted(set(ranks))
+    starts = [rank for rank in ordered if rank - 1 not in ordered]
+    ends = [rank for rank in ordered if rank + 1 not in ordered]
+    spans = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
+    several = len(ordered) > 1
+    listed = " and ".join([", ".join(spans[:-1]), spans[-1]] if len(spans) > 1 else spans)
+    return f"{'ranks' if several else 'rank'} {listed} {verb or ('wait' if several else 'waits')}"

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from zero2all.elastic.addresses import DEFAULT_PORT
 from zero2all.elastic.launcher import LaunchConfig
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
+from zero2all.network import DEFAULT_PORT
 
 SIGNAL_MARGIN = 10  # seconds that a scheduler grants in addition to the grace period
 POD_PATIENCE = 600  # seconds to wait for the pod of the rendezvous: pulling its image takes minutes

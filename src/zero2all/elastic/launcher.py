@@ -16,12 +16,20 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from zero2all.console import say
-from zero2all.cpu_use import spin_settings
-from zero2all.elastic.addresses import DEFAULT_PORT, OverlayKind, wait_for_name
+from zero2all.cpus import (
+    SYSFS,
+    BindingMode,
+    CpuBinding,
+    encode_bindings,
+    pci_numa_node,
+    plan_bindings,
+    spin_settings,
+    threads_per_rank,
+)
 from zero2all.elastic.heartbeat import find_run_directory
-from zero2all.elastic.node_exclusion import NodePolicy
 from zero2all.elastic.notify import JobEvent, Notifier
-from zero2all.elastic.script import CLI_MODULE, worker_command
+from zero2all.elastic.restart_policy import NodePolicy
+from zero2all.elastic.worker import CLI_MODULE, worker_command
 from zero2all.engine import available_cores
 from zero2all.environment import (
     BACKEND_VARIABLE,
@@ -34,22 +42,13 @@ from zero2all.environment import (
 )
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint
-from zero2all.network import interface_for_address
-from zero2all.numa import (
-    SYSFS,
-    BindingMode,
-    CpuBinding,
-    encode_bindings,
-    pci_numa_node,
-    plan_bindings,
-    threads_per_rank,
-)
+from zero2all.network import DEFAULT_PORT, OverlayKind, interface_for_address, wait_for_name
 from zero2all.processes import AGENT_PID, leave_terminal, stop_signals
 
 if TYPE_CHECKING:
-    from zero2all.elastic.node_exclusion import ExcludedNode
     from zero2all.elastic.overlay import WireGuardOverlay
     from zero2all.elastic.rendezvous import Rendezvous
+    from zero2all.elastic.restart_policy import ExcludedNode
 
 UNLIMITED_RESTARTS = 1_000_000
 HANG_AFTER = 600.0  # seconds
@@ -96,7 +95,7 @@ class LaunchConfig:
     patience: float = 60
     """Seconds to wait for the rendezvous to have an address, and to answer."""
     numa_binding: BindingMode = "auto"
-    """To which CPUs the ranks are bound; ``numa.plan_bindings``."""
+    """To which CPUs the ranks are bound; ``cpus.plan_bindings``."""
     sysfs: Path = SYSFS
     """Where the kernel describes the hardware."""
     module: str = CLI_MODULE
@@ -212,8 +211,8 @@ class LaunchConfig:
         return 1
 
     def _open_overlay(self) -> WireGuardOverlay:
-        from zero2all.elastic.addresses import find_node_address
         from zero2all.elastic.overlay import WireGuardOverlay
+        from zero2all.network import find_node_address
 
         underlay = find_node_address(self.rdzv_endpoint, self.advertise, self.listen_ranks, several=True)
         return WireGuardOverlay(fingerprint([*self.command]), underlay)

@@ -14,18 +14,24 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from ipaddress import IPv4Address
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero2all.console import say
-from zero2all.elastic.addresses import HostPort, NodeAddress
-from zero2all.elastic.overlay_guard import KINDS
-from zero2all.elastic.rendezvous_client import RendezvousStore
-from zero2all.elastic.rendezvous_state import RankAssignment
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import interface_for_address, interface_mtu
+from zero2all.network import HostPort, NodeAddress, interface_for_address, interface_mtu
+from zero2all.processes import end_with_parent, stop_on_signals
 from zero2all.records import parse_record
+
+if TYPE_CHECKING:  # the process that holds the interface needs no torch
+    from zero2all.elastic.rendezvous_client import RendezvousStore
+    from zero2all.elastic.rendezvous_state import RankAssignment
 
 HEADER_BYTES = 80  # of WireGuard in a packet, over IPv6
 KEEPALIVE = 15  # seconds: routers forget a UDP flow after half a minute or more
@@ -73,7 +79,7 @@ class WireGuardOverlay:
         self.own = OverlayPeer(socket.gethostname(), public_key, overlay, endpoint, is_advertised)
         self._known: set[str] = set()
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "zero2all.elastic.overlay_guard", self.interface],
+            [sys.executable, "-m", "zero2all.elastic.overlay", self.interface],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         try:
@@ -186,3 +192,79 @@ def _run(*words: str, data: str | None = None) -> str:
     if done.returncode:
         raise Z2aError(f"--overlay wireguard: {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
+
+
+# ``python -m zero2all.elastic.overlay NAME`` holds an interface until its stdin is closed. It is a process of its own,
+# because the agent may be killed: the kernel then closes the pipe, and the interface is removed. It writes one line:
+# ``kernel`` or ``wireguard-go`` once the interface is there, else why it is not.
+START_TIMEOUT = 10.0  # seconds
+CONTROL_SOCKETS = Path("/var/run/wireguard")  # of wireguard-go; fixed in its source
+KINDS = ("kernel", "wireguard-go")
+_NEEDS = "it needs CAP_NET_ADMIN and /dev/net/tun (Docker: --cap-add NET_ADMIN --device /dev/net/tun)"
+
+
+class NoInterfaceError(Exception):
+    pass
+
+
+@contextmanager
+def wireguard_interface(name: str) -> Iterator[str]:
+    """Made by the kernel, or by wireguard-go where the kernel has no such module; which of them."""
+    added = subprocess.run(["ip", "link", "add", name, "type", "wireguard"], capture_output=True, text=True)
+    if added.returncode == 0:
+        try:
+            yield "kernel"
+        finally:
+            subprocess.run(["ip", "link", "del", name], capture_output=True)
+        return
+    if shutil.which("wireguard-go") is None:
+        raise NoInterfaceError(
+            f"the kernel makes no interface ({added.stderr.strip()}), and wireguard-go is not installed: apt-get "
+            f"install wireguard-go; {_NEEDS}"
+        )
+    process = _start_user_space(name)
+    try:
+        yield "wireguard-go"
+    finally:
+        process.terminate()  # the interface goes with it
+        process.wait()
+        with suppress(OSError):
+            (CONTROL_SOCKETS / f"{name}.sock").unlink()
+
+
+def _start_user_space(name: str) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile() as log:
+        # This process has one thread, so that code may run between fork and exec.
+        process = subprocess.Popen(
+            ["wireguard-go", "-f", name], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent
+        )
+        deadline = time.monotonic() + START_TIMEOUT
+        while process.poll() is None and time.monotonic() < deadline:
+            if (CONTROL_SOCKETS / f"{name}.sock").exists() and name in (own for _, own in socket.if_nameindex()):
+                return process
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    raise NoInterfaceError(f"wireguard-go makes no interface ({lines[-1] if lines else 'no message'}): {_NEEDS}")
+
+
+def main(name: str) -> None:
+    stop_on_signals()
+    with suppress(KeyboardInterrupt):
+        try:
+            with wireguard_interface(name) as kind:
+                _tell(kind)
+                sys.stdin.buffer.read()
+        except NoInterfaceError as error:
+            _tell(str(error))
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -200,8 +200,8 @@ def serve_turns(endpoint: str, job: str) -> None:
     """In the process: one line in, one line out."""
     import torch
 
-    from zero2all.doctor.network_check import measure_pair
-    from zero2all.doctor.node_check import check_device
+    from zero2all.doctor.net_check import measure_pair
+    from zero2all.doctor.preflight import check_device
     from zero2all.elastic.rendezvous_client import RendezvousStore
     from zero2all.torch_private import PrefixStore
 

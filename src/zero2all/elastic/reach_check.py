@@ -23,10 +23,9 @@ from zero2all.doctor.reachability import (
     ephemeral_ports,
     probe,
 )
-from zero2all.elastic.addresses import NodeAddress
 from zero2all.elastic.rendezvous_client import RendezvousStore
 from zero2all.elastic.rendezvous_state import RankAssignment
-from zero2all.network import source_address_towards
+from zero2all.network import NodeAddress, source_address_towards
 from zero2all.records import parse_record
 
 MEETING_TIMEOUT = 8.0  # seconds for the other nodes to begin, and again to finish

@@ -23,16 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from zero2all.console import say
-from zero2all.elastic.addresses import (
-    LOOPBACK,
-    HostPort,
-    NodeAddress,
-    find_node_address,
-    is_local_address,
-    resolve_endpoint,
-)
 from zero2all.elastic.job_secret import find_secret, new_secret
-from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, FailureFacts
 from zero2all.elastic.notify import JobEvent
 from zero2all.elastic.overlay import CONNECT_TIMEOUT as OVERLAY_TIMEOUT
 from zero2all.elastic.overlay import WireGuardOverlay
@@ -53,9 +44,18 @@ from zero2all.elastic.rendezvous_messages import (
 )
 from zero2all.elastic.rendezvous_server import RendezvousServer
 from zero2all.elastic.rendezvous_state import FailureAnswer, Outcome, RankAssignment, RendezvousSettings
+from zero2all.elastic.restart_policy import READMIT_ADVICE, ExcludedNode, FailureFacts
 from zero2all.elastic.stragglers import SharedClock
 from zero2all.errors import UsageError, Z2aError
-from zero2all.network import interface_addresses
+from zero2all.network import (
+    LOOPBACK,
+    HostPort,
+    NodeAddress,
+    find_node_address,
+    interface_addresses,
+    is_local_address,
+    resolve_endpoint,
+)
 from zero2all.records import parse_record
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for enough nodes

@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from zero2all.connection import Address, Connection, TamperedError, UnknownServiceError, WrongKeyError, connect
 from zero2all.console import say
-from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.rendezvous_messages import (
     HEARTBEAT_INTERVAL,
     SERVICE,
@@ -39,6 +38,7 @@ from zero2all.elastic.rendezvous_messages import (
 from zero2all.elastic.rendezvous_state import RendezvousStatus
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import local_address_for
 from zero2all.torch_private import Store
 
 CONNECT_TIMEOUT = 10.0  # seconds for one attempt to connect, and for each message of its handshake

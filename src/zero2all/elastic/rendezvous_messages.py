@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.elastic.node_exclusion import ExcludedNode, FailureFacts
 from zero2all.elastic.pair_test import TurnReport
 from zero2all.elastic.rendezvous_state import Outcome, RendezvousSettings, RendezvousStatus
+from zero2all.elastic.restart_policy import ExcludedNode, FailureFacts
 from zero2all.elastic.stragglers import ArrivalReport
 
 SERVICE = "rendezvous"

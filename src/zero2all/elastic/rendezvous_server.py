@@ -18,19 +18,20 @@ from typing import Any
 
 from zero2all.connection import LENGTH_BYTES, Connection, Server, SignedSession, TamperedError, frame_length
 from zero2all.console import say
-from zero2all.elastic.addresses import DEFAULT_PORT, LOOPBACK, default_address
 from zero2all.elastic.island_quorum import (
     Answer,
     EnterIslands,
+    IslandSeat,
     IslandTakenError,
+    IslandTraining,
     LeaveIslands,
     ReadyToExchange,
     ReportExchange,
     StartIsland,
+    WaitingRequest,
+    take_seat,
 )
-from zero2all.elastic.island_server import IslandSeat, IslandTraining, WaitingRequest, take_seat
 from zero2all.elastic.job_secret import find_secret
-from zero2all.elastic.node_exclusion import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.elastic.pair_test import NextTurn
 from zero2all.elastic.rendezvous_messages import (
     SERVICE,
@@ -60,7 +61,9 @@ from zero2all.elastic.rendezvous_state import (
     RendezvousState,
     RendezvousStatus,
 )
+from zero2all.elastic.restart_policy import READMIT_ADVICE, ExcludedNode, NodeKey
 from zero2all.errors import UsageError, Z2aError
+from zero2all.network import DEFAULT_PORT, LOOPBACK, default_address
 from zero2all.processes import raise_descriptor_limit
 from zero2all.records import parse_record
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from zero2all.elastic.node_exclusion import (
+from zero2all.elastic.notify import JobEvent
+from zero2all.elastic.pair_test import NextTurn, PairTest, TurnReport
+from zero2all.elastic.restart_policy import (
     ExcludedNode,
     ExclusionRule,
     FailureFacts,
@@ -21,8 +23,6 @@ from zero2all.elastic.node_exclusion import (
     NodeKey,
     StragglerPolicy,
 )
-from zero2all.elastic.notify import JobEvent
-from zero2all.elastic.pair_test import NextTurn, PairTest, TurnReport
 from zero2all.elastic.stragglers import CHECKS_TO_CONFIRM, ArrivalReport, StragglerWatch
 from zero2all.errors import UsageError
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from zero2all.charts.table import text_table
 from zero2all.charts.terminal import sparkline
-from zero2all.checkpoint.lineage import read_lineage
+from zero2all.checkpoint.training_state import read_lineage
 from zero2all.console import progress, warn
 from zero2all.errors import UsageError
 from zero2all.evals.log_likelihood import score

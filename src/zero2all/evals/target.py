@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.checkpoint.checkpoint_store import checkpoint_step
-from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
+from zero2all.checkpoint.inspection import CheckpointWeights
 from zero2all.errors import UsageError, Z2aError
 from zero2all.hardware import pick_device
 from zero2all.io import read_json_object

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.checkpoint.lineage import read_lineage
+from zero2all.checkpoint.training_state import read_lineage
 from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.evals.bench import BenchOptions, run_bench

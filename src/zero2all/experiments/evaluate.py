@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.checkpoint.lineage import read_lineage
+from zero2all.checkpoint.training_state import read_lineage
 from zero2all.errors import Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.io import MANIFEST, fingerprint, read_manifest, read_record

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from zero2all.checkpoint.checkpoint_weights import CheckpointWeights
+from zero2all.checkpoint.inspection import CheckpointWeights
 from zero2all.console import say
 from zero2all.errors import UsageError, Z2aError
 from zero2all.export.gguf_file import GGUF_DTYPES, GGUFDtype, write_gguf

@@ -1,6 +1,6 @@
 """A program of its own that renders chat templates, which are programs of strangers, for ``chat``.
 
-It imports nothing of zero2all (``limited_child`` says why). A message is lines of JSON: the template, then one
+It imports nothing of zero2all (``limited_process`` says why). A message is lines of JSON: the template, then one
 conversation per line. The answers are one message for each conversation, which begins with one of the codes below.
 """
 

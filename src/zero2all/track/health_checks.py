@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from zero2all.cpu_use import NOTICEABLE_SHARE
+from zero2all.cpus import NOTICEABLE_SHARE
 from zero2all.findings import Finding
 from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path

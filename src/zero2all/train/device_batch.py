@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero2all.device_watch import DEVICE_WATCH
+from zero2all.elastic.heartbeat import DEVICE_WATCH
 from zero2all.hardware import copy_to_device
 from zero2all.model.ops.varlen import document_cu_seqlens
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.checkpoint.callbacks import CheckpointPhase, ignore
+from zero2all.checkpoint.training_state import CheckpointPhase, ignore
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig
 from zero2all.train.data_loader import Batch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero2all.checkpoint import CheckpointWeights, InitialWeights, RankGroup
 from zero2all.checkpoint.checkpoint_store import checkpoint_step
-from zero2all.checkpoint.lineage import read_lineage
+from zero2all.checkpoint.training_state import read_lineage
 from zero2all.console import say, warn
 from zero2all.errors import UsageError, Z2aError
 from zero2all.io import fingerprint

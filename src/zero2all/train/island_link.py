@@ -19,10 +19,10 @@ from zero2all.checkpoint import RankGroup
 from zero2all.checkpoint.peers import PeerServer, connect_peer
 from zero2all.connection import Address, Connection, TamperedError
 from zero2all.console import say
-from zero2all.elastic.addresses import local_address_for
 from zero2all.elastic.island_client import GivenUpError, IslandClient
 from zero2all.elastic.island_quorum import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
 from zero2all.errors import Interrupted, Z2aError
+from zero2all.network import local_address_for
 
 FETCH_TIMEOUT = 5.0  # seconds without a byte after which a part counts as out of reach
 POLL_INTERVAL = 0.2  # seconds between two requests for a state that is not there yet

@@ -19,8 +19,8 @@ from torch import nn
 
 from zero2all.checkpoint import RankGroup
 from zero2all.console import say
-from zero2all.doctor.node_check import free_memory
 from zero2all.errors import Z2aError, is_out_of_memory
+from zero2all.hardware import free_memory
 from zero2all.model import Z2all
 from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block

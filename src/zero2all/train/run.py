@@ -17,13 +17,13 @@ from zero2all import __version__
 from zero2all.checkpoint import CheckpointStore, InitialWeights, RunIdentity, flash_directory
 from zero2all.checkpoint.checkpoint_store import STATE_FILE
 from zero2all.checkpoint.flash import KEY_FILE, SHM_DIRECTORY, read_key
-from zero2all.checkpoint.lineage import read_lineage
+from zero2all.checkpoint.training_state import read_lineage
 from zero2all.console import say
+from zero2all.cpus import rank_binding
 from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.hardware import device_name, pick_device
 from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.model import Z2all
-from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.paths import is_url, to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml

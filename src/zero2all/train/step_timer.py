@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero2all.device_watch import DEVICE_WATCH, DeviceWatch
+from zero2all.elastic.heartbeat import DEVICE_WATCH, DeviceWatch
 from zero2all.model.blocks import LMHead
 from zero2all.parallel import ParallelModel
 from zero2all.torch_private import fsdp_wait_methods

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from zero2all.console import progress
-from zero2all.doctor.node_check import free_memory
 from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
+from zero2all.hardware import PeakFlops, compute_dtype, free_memory, peak_at_least, peak_flops, synchronize
 from zero2all.model import document_starts
 from zero2all.model.cost.activations import activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from zero2all.console import say, say_detail
-from zero2all.cpu_use import OtherCpuUse, busy_note
+from zero2all.cpus import OtherCpuUse, busy_note
 from zero2all.hardware import MPS, PeakFlops, measure_peak_again
 from zero2all.model.cost.flops import Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters

@@ -29,8 +29,8 @@ from zero2all.checkpoint import (
 )
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
 from zero2all.console import console, say, warn
-from zero2all.device_watch import DEVICE_WATCH
-from zero2all.elastic.heartbeat import Heartbeat, StartupPhase
+from zero2all.cpus import rank_binding
+from zero2all.elastic.heartbeat import DEVICE_WATCH, Heartbeat, StartupPhase
 from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
 from zero2all.hardware import MPS, PeakFlops, compute_dtype, peak_flops, pick_device, set_deterministic
@@ -38,7 +38,6 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.z2all import derive_seed
-from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, Recipe

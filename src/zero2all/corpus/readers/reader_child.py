@@ -1,6 +1,6 @@
 """A program of its own that parses one untrusted PDF, .7z or .rar file, or HTML, for ``reader_process``.
 
-It imports nothing of zero2all (``limited_child`` says why). It opens no file: it asks for the bytes. Every message
+It imports nothing of zero2all (``limited_process`` says why). It opens no file: it asks for the bytes. Every message
 begins with one of the codes below; the rest is its body.
 """
 
