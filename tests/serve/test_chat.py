@@ -115,7 +115,7 @@ def test_a_tokenizer_without_a_template_is_refused_at_once(tuned: Path) -> None:
 def test_lines_of_stdin_are_messages(tuned: Path) -> None:
     lines = "\n".join(["/help", PAIRS[0][0], "", "/nonsense", "/params temperature=0", PAIRS[1][0], "/exit", "unread"])
     done = subprocess.run(
-        [Z2A, "chat", str(tuned), "--temperature", "0", "--max-tokens", "12"],
+        [Z2A, "chat", str(tuned), "temperature=0", "max_tokens=12"],
         input=lines, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [PAIRS[0][1], PAIRS[1][1]]
@@ -127,7 +127,7 @@ def test_lines_of_stdin_are_messages(tuned: Path) -> None:
 @pytest.mark.slow
 def test_on_a_terminal_the_end_of_input_ends_it(tuned: Path) -> None:
     leader, follower = pty.openpty()
-    command = [Z2A, "chat", str(tuned), "--temperature", "0", "--max-tokens", "12"]
+    command = [Z2A, "chat", str(tuned), "temperature=0", "max_tokens=12"]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, close_fds=True)
     os.close(follower)
     seen = read_until(leader, "/help")

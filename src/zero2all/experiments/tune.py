@@ -109,21 +109,17 @@ class TuneOptions:
     """For the plan: a GPU, or the file of ``z2a doctor --calibrate``. Default: this machine."""
 
 
-def tune_recipe(
-    path: Path, words: Sequence[str], options: TuneOptions, name: str | None = None, out: Path | None = None
-) -> TuneReport:
-    """Find the fastest candidate, and write the recipe with it to ``out``."""
+def tune_recipe(path: Path, words: Sequence[str], options: TuneOptions) -> TuneReport:
+    """Find the fastest candidate, and write the recipe with it beside the recipe, as ``.tuned.yaml``."""
     from zero2all.experiments.stages import build_missing_stages
 
     loaded = load_recipe(path, list(words))
     if loaded.train.stages:
         raise UsageError("the recipe has stages, whose speeds differ: remove train.stages, and tune each shape alone")
-    out = out or path.with_name(f"{path.name if path.is_dir() else path.stem}{TUNED_SUFFIX}")
-    if out.exists() and out.samefile(path):
-        raise UsageError(f"--out {out} is the recipe itself: write to another file")
+    out = path.with_name(f"{path.name if path.is_dir() else path.stem}{TUNED_SUFFIX}")
     group = VariantGroup("tune", path, list(words), loaded, {})
-    plan = make_plan(name or f"tune-{path.stem}", "tune", [], [group], seeds=1)
-    with lock_directory(plan.directory, LockUser("tuner", plan.directory, "--name NAME"), patience=0):
+    plan = make_plan(f"tune-{path.stem}", "tune", [], [group], seeds=1)
+    with lock_directory(plan.directory, LockUser("tuner", plan.directory, "out=DIR"), patience=0):
         build_missing_stages(plan.variants[0].recipe, {})
         trials = Trials(plan, words, options)
         finalists = trials.run()
@@ -154,9 +150,7 @@ class Trials:
             return TuneRecord(FORMAT, key, free or UNKNOWN_MEMORY)
         record = read_record(TuneRecord, self.path)
         if record.key != key:
-            raise UsageError(
-                f"{self.directory} is of another recipe or other options: choose another --name, or remove it"
-            )
+            raise UsageError(f"{self.directory} is of another recipe or other options: remove it")
         return record
 
     def run(self) -> list[Finalist]:
