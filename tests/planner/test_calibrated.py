@@ -30,8 +30,6 @@ MEASURED = MachineMeasurements(
     memory=16 * 2**30,
     memory_bandwidth=10e9,
     link_bandwidth=1e9,
-    disk_write=1e8,
-    disk_read=1e8,
     multiprocessors=1,
     ranks_per_node=2,
 )
@@ -56,10 +54,10 @@ def test_the_plan_of_the_reference_takes_as_long_as_was_measured(seconds: float)
 
 
 def test_an_entry_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.bench.calibrate.measure_machine", lambda recipe, directory: MEASURED)
+    monkeypatch.setattr("zero2all.bench.calibrate.measure_machine", lambda recipe: MEASURED)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = tmp_path / "here.json"
-    result = CliRunner().invoke(app, ["doctor", "--calibrate", str(path), "--dir", str(tmp_path)])
+    result = CliRunner().invoke(app, ["doctor", "--calibrate", str(path)])
     assert result.exit_code == 0, result.output
     assert f"plan with it: z2a plan RECIPE --gpus 1 --gpu {path}" in result.stdout
     entry = find_entry(str(path))
