@@ -211,8 +211,6 @@ def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: 
         (["quickstart", "--corpus", "nowhere", "--out", "x"], 2, "nothing at nowhere"),
         (["quickstart", "train.mixture={nope: 1}", "--out", "x"], 2, "train.mixture names nope"),
         (["quickstart", "out=y", "--out", "x"], 2, "--out"),
-        (["plan", "z2all-2m"], 2, "z2all-2m is no recipe and no preset"),
-        (["plan", "z2all-3m", "--gpu", "GTX"], 2, "no data sheet of 'GTX'"),
         (["train", "."], 2, "neither recipe.yaml nor run/recipe.yaml"),
         (["train"], 2, "Missing argument"),
         (["train", "good.yaml", "--fast"], 2, "No such option"),
