@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -13,32 +12,13 @@ from zero2all.bench.rank_harness import Backend, run_ranks
 from zero2all.bench.step import BenchStep
 from zero2all.console import progress
 from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device
+from zero2all.planner.calibrated import MachineMeasurements
 from zero2all.recipe import Recipe
 
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MESSAGE_BYTES: dict[Backend, int] = {"nccl": 1 << 28, "gloo": 1 << 24}
 STEPS = 5
-
-
-@dataclass(frozen=True)
-class MachineMeasurements:
-    device: str
-    """Type: cpu or cuda."""
-    device_name: str
-    dtype: str
-    """In which products and the step were computed."""
-    product_flops: dict[int, float]
-    """FLOPs per second of square matrix products, by size."""
-    step_seconds: float
-    """Of a training step of the reference recipe, the fastest of a few."""
-    memory: int
-    memory_bandwidth: float
-    """Bytes per second, read and written."""
-    link_bandwidth: float | None
-    """Bus bandwidth of a large all-reduce between two ranks; None with a single GPU."""
-    multiprocessors: int
-    ranks_per_node: int
 
 
 def measure_machine(reference: Recipe) -> MachineMeasurements:

@@ -73,19 +73,7 @@ def write_calibration(path: Path) -> Result:
     preset = "z2all-1.1b" if torch.cuda.is_available() else "z2all-10m"
     reference = fill_hyperparameters(load_recipe_or_preset(preset))
     found = measure_machine(reference)
-    entry = calibrated_entry(
-        name=path.stem,
-        source=f"measured on {found.device_name}",
-        reference=reference,
-        step_seconds=found.step_seconds,
-        flops=max(found.product_flops.values()),
-        precision=found.dtype,
-        memory=found.memory,
-        memory_bandwidth=found.memory_bandwidth,
-        link_bandwidth=found.link_bandwidth,
-        multiprocessors=found.multiprocessors,
-        ranks_per_node=found.ranks_per_node,
-    )
+    entry = calibrated_entry(path.stem, found, reference)
     kept = user_entry_path(hardware_key(pick_device(reference.train.device)))
     kept.parent.mkdir(parents=True, exist_ok=True)
     for place in (path, kept):
