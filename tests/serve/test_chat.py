@@ -20,6 +20,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import open_target
 from zero2all.generation import SamplingParams
 from zero2all.serve import ChatSession
+from zero2all.serve.chat import with_param
 from zero2all.tokens import build_tokens
 from zero2all.train import train
 
@@ -94,14 +95,13 @@ def test_an_answer_that_is_interrupted_stays_in_the_history(tuned: Path) -> None
     assert session.stats.finish_reason == "interrupted"
 
 
-def test_parameters_are_changed_by_name(tuned: Path) -> None:
-    session = make_session(tuned)
-    session.set_param("temperature=0.5")
-    session.set_param("max_tokens=7")
-    assert (session.params.temperature, session.params.max_tokens) == (0.5, 7)
-    for wrong in ("temperature", "stop=x", "heat=1", "max_tokens=many", "top_p=7"):
+def test_parameters_are_changed_by_name() -> None:
+    greedy = SamplingParams(temperature=0)
+    assert with_param(with_param(greedy, "temperature=0.5"), "max_tokens=7") == SamplingParams(7, 0.5)
+    assert with_param(with_param(greedy, "stop=a"), "stop=b=c").stop == ("a", "b=c")
+    for wrong in ("temperature", "stop=", "heat=1", "max_tokens=many", "top_p=7"):
         with pytest.raises(UsageError):
-            session.set_param(wrong)
+            with_param(greedy, wrong)
 
 
 def test_a_tokenizer_without_a_template_is_refused_at_once(tuned: Path) -> None:

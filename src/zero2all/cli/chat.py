@@ -153,6 +153,8 @@ def _read_line() -> str:
 
 
 def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> None:
+    from zero2all.serve.chat import with_param
+
     name, _, rest = line.partition(" ")
     if not line.startswith("/"):
         _answer(session, line, write)
@@ -165,7 +167,7 @@ def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> 
         say("the system prompt is set, and the conversation forgotten")
     elif name == "/params":
         if rest.strip():
-            session.set_param(rest.strip())
+            session.params = with_param(session.params, rest.strip())
         say(", ".join(f"{name}={value}" for name, value in asdict(session.params).items() if name != "stop"))
     elif name == "/help":
         say(HELP)

@@ -34,7 +34,7 @@ class AnswerStats:
 def with_param(params: SamplingParams, text: str) -> SamplingParams:
     """With one changed, such as ``temperature=0.2``; ``stop`` adds a string."""
     name, found, value = text.partition("=")
-    kinds = {field.name: type(getattr(params, field.name)) for field in fields(params)}
+    kinds = {field.name: type(field.default) for field in fields(params)}
     if not found or name not in kinds:
         raise UsageError(f"{text!r}: write NAME=VALUE, with one of {', '.join(kinds)}")
     if name == "stop":
@@ -64,10 +64,6 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation; the system prompt and the parameters stay."""
         self.messages = []
-
-    def set_param(self, text: str) -> None:
-        """Change a parameter, such as ``temperature=0.2``."""
-        self.params = with_param(self.params, text)
 
     def answer(self, text: str) -> Generator[str]:
         """The answer to a message, piece by piece. It is in the history when it is complete, or was interrupted."""
