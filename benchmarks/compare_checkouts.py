@@ -75,7 +75,7 @@ class Checkout:
     def sample(self, run: Path) -> str:
         before_chat = (self.path / "src/zero2all/cli/profile.py").exists()  # it was a command of its own
         command = "generate" if before_chat else "chat"
-        return self.z2a(command, run, "--prompt", "ab", "--max-tokens", 12, "--temperature", 0, "--top-k", 0)
+        return self.z2a(command, run, "--prompt", "ab", "max_tokens=12", "temperature=0", "top_k=0")
 
 
 def write_text(directory: Path) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
         made = time.perf_counter() - start
         changes = [f"corpus.dir={documents}", f"tokenizer.dir={out}", f"tokenizer.vocab_size={options.vocabulary}"]
         train = ["tokenizer", "train", str(recipe), *changes, "tokenizer.train_bytes=1TB", "--json"]
-        limits = ["--max-memory", options.max_memory, "--workers", str(options.workers)]
+        limits = [f"tokenizer.max_memory={options.max_memory}", "--workers", str(options.workers)]
         metrics = measure([sys.executable, "-c", RUN, *train, *limits])
         manifest = json.loads((out / "manifest.json").read_text())
         result = {"gigabytes": gigabytes, **metrics, **manifest["counted"], "made_in_s": round(made)}

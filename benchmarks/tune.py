@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_intermixed_args()
     tune_options = TuneOptions(steps=options.steps, rounds=options.rounds)
-    report = tune_recipe(options.recipe, options.overrides, tune_options, name="tune-against-grid")
+    report = tune_recipe(options.recipe, options.overrides, tune_options)
     show(tune_text(report))
     grid = measure_grid(options.recipe, options.overrides, tune_options)
     best, winner = min(grid, key=grid.__getitem__), report.rows[0].candidate

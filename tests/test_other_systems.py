@@ -84,7 +84,7 @@ def test_a_run_without_linux_has_the_same_losses_after_a_stop(workspace: Path, t
         ["train", str(recipe)],
         ["ckpt", "ls", str(out)],
         ["eval", "loss", str(out)],
-        ["chat", str(out), "--prompt", "the model", "--max-tokens", "4"],
+        ["chat", str(out), "--prompt", "the model", "max_tokens=4"],
         ["export", str(out), "--to", f"{out}/hf"],
         ["watch", str(out), "--html", f"{out}/report.html"],
         ["launch", "--procs", "2", "--", "train", str(recipe)],

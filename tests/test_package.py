@@ -136,7 +136,7 @@ def test_the_wheel_trains_and_answers_away_from_the_repository(installed: Path, 
     z2a, purelib = str(installed / "z2a"), str(installed.parent / "lib")
     where = _run(str(installed / "python"), "-c", "import zero2all; print(zero2all.__file__)", cwd=tmp_path)
     assert where.startswith(purelib)
-    english, chinese = _run(z2a, "chat", "--demo", "--temperature=0", cwd=tmp_path, stdin=DEMO_MESSAGES).splitlines()
+    english, chinese = _run(z2a, "chat", "--demo", "temperature=0", cwd=tmp_path, stdin=DEMO_MESSAGES).splitlines()
     assert "Mia" in english
     assert chinese.endswith("。")
     text = [
@@ -144,7 +144,7 @@ def test_the_wheel_trains_and_answers_away_from_the_repository(installed: Path, 
     ]
     (tmp_path / "text.txt").write_text("\n".join(text))
     _run(z2a, "quickstart", "--out", "first", "--corpus", "text.txt", "corpus.filters=[]", *FEW_STEPS, cwd=tmp_path)
-    assert _run(z2a, "chat", "first", "--max-tokens=8", cwd=tmp_path, stdin="Hello\n")
+    assert _run(z2a, "chat", "first", "max_tokens=8", cwd=tmp_path, stdin="Hello\n")
 
 
 @pytest.mark.long
@@ -154,9 +154,9 @@ def test_the_wheel_is_installed_with_its_dependencies_and_works(dist: Path, tmp_
     _run(python, "-m", "pip", "install", "--quiet", f"torch=={version('torch').partition('+')[0]}", cwd=tmp_path)
     _run(python, "-m", "pip", "install", "--quiet", str(_wheel(dist)), cwd=tmp_path)
     started = time.monotonic()
-    english, chinese = _run(z2a, "chat", "--demo", "--temperature=0", cwd=tmp_path, stdin=DEMO_MESSAGES).splitlines()
+    english, chinese = _run(z2a, "chat", "--demo", "temperature=0", cwd=tmp_path, stdin=DEMO_MESSAGES).splitlines()
     assert time.monotonic() - started < 30
     assert "Mia" in english
     assert chinese.endswith("。")
     _run(z2a, "quickstart", "--out", "first", "train.steps=2", "evals.stories=0", cwd=tmp_path)
-    assert _run(z2a, "chat", "first", "--max-tokens=8", cwd=tmp_path, stdin="Hello\n")
+    assert _run(z2a, "chat", "first", "max_tokens=8", cwd=tmp_path, stdin="Hello\n")

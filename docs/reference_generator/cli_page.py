@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from typer.models import ArgumentInfo, OptionInfo
 
 from reference_generator.markdown import code, first_paragraph, page, paragraphs, prose, table, value_text
-from zero2all.cli.groups import PANELS
-from zero2all.cli.main import app
+from zero2all.cli.main import PANELS, app
 
 CLI_INTRODUCTION = """\
 `z2a COMMAND --help` prints the same for one command. Logs and progress go to stderr, results to stdout. With `--json`,

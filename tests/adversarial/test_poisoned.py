@@ -25,7 +25,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", "TARGET"],
     "plan here": ["plan", "TARGET", "--gpu", "here"],
     "compare": ["compare", "TARGET", "TARGET"],
-    "chat --prompt": ["chat", "TARGET", "--prompt", "a", "--max-tokens", "1"],
+    "chat --prompt": ["chat", "TARGET", "--prompt", "a", "max_tokens=1"],
     "chat": ["chat", "TARGET"],
     "serve": ["serve", "TARGET", "--port", "0"],
     "export": ["export", "TARGET", "--to", "OUT"],
@@ -48,11 +48,10 @@ COMMANDS: dict[str, list[str]] = {
     "ckpt ls": ["ckpt", "ls", "TARGET"],
     "ckpt verify": ["ckpt", "verify", "TARGET"],
     "ckpt diff": ["ckpt", "diff", "TARGET", "1", "2"],
-    "ckpt rm": ["ckpt", "rm", "TARGET", "--step", "1"],
+    "ckpt rm": ["ckpt", "rm", "TARGET", "1"],
     "eval loss": ["eval", "loss", "TARGET"],
     "eval probes": ["eval", "probes", "TARGET"],
     "eval report": ["eval", "report", "TARGET"],
-    "bench tokenize": ["bench", "tokenize", "TARGET", "RECIPE"],
 }
 
 

@@ -53,8 +53,6 @@ def test_candidates_are_around_eight_thirds() -> None:
     assert set(candidate_sizes(4096)) - set(large) == set()
     assert len(candidate_sizes(4096)) == 13
     assert [size for size in candidate_sizes(4096, tp=4) if size % 64] == [10923]
-    with_step = [10368, 10496, 10624, 10752, 10880, 10923, 11008, 11136, 11264, 11392, 11520]
-    assert candidate_sizes(4096, step=128) == with_step
 
 
 def timing(size: int, speed: float) -> Timing:

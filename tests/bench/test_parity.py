@@ -1,4 +1,4 @@
-"""Layouts against one process. ``z2a bench parity`` runs all of them for longer."""
+"""Layouts against one process. ``z2a bench parity`` runs all of them for longer, also those of four ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ ON_TWO = (
     "CP 2 ring",
     "EP 2",
 )
-ON_FOUR = ("HSDP 2x2, accumulated", "FSDP 2 x TP 2", "TP 2 x PP 2", "EP 2 x FSDP 2")
 
 
 def training_setup(name: str) -> TrainingSetup:
@@ -66,16 +65,6 @@ def check(names: tuple[str, ...], *setups: TrainingSetup, detail: bool = True) -
 @pytest.mark.long
 def test_two_ranks_equal_one_process() -> None:
     check(ON_TWO, HARD, MUON, MUON_FP32)
-
-
-@pytest.mark.long
-def test_tied_and_width_transfer_equal_one_process() -> None:
-    check(("FSDP 2, accumulated", "TP 2 + SP, parallel loss"), training_setup("tied"), training_setup("muP"))
-
-
-@pytest.mark.long
-def test_four_ranks_equal_one_process() -> None:
-    check(ON_FOUR, HARD, MUON_FP32)
 
 
 @pytest.mark.slow

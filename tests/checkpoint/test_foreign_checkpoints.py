@@ -98,7 +98,7 @@ def run(trained: Recipe, tmp_path: Path) -> Path:
 COMMANDS = {
     "diff": ["ckpt", "diff", "RUN", "4", "8"],
     "eval": ["eval", "loss", "RUN"],
-    "chat": ["chat", "RUN", "--prompt", "a", "--max-tokens", "2"],
+    "chat": ["chat", "RUN", "--prompt", "a", "max_tokens=2"],
     "export": ["export", "RUN", "--to", "RUN/hf"],
     "blame": ["blame", "RUN", "--step", "7"],
 }

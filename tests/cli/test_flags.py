@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
 from zero2all.corpus.filters.quality_classifier import load_quality_model
-from zero2all.recipe import recipe_yaml
 from zero2all.train import train
 
 
@@ -57,15 +56,6 @@ def test_watch_once_prints_the_status(run: Path) -> None:
     assert status["step"] == 3
 
 
-def test_memory_limit_of_tokenizer_training(workspace: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(recipe_yaml(tiny_recipe(workspace, f"tokenizer.dir={tmp_path}/tokenizer")), encoding="utf-8")
-    refused = z2a("tokenizer", "train", recipe, "--workers", 1, "--max-memory", "64MiB")
-    assert refused.exit_code == 2
-    assert "max_memory" in refused.output
-    assert not (tmp_path / "tokenizer").exists()
-
-
 def test_quality_classifier_from_good_and_bad_files(tmp_path: Path) -> None:
     texts = {
         "good": [f"The old man sat by the door and told the children story number {n}." for n in range(30)],
@@ -91,30 +81,30 @@ def test_generate_completes_every_prompt_of_a_file(run: Path, tmp_path: Path) ->
     (tmp_path / "prompts.txt").write_text("the model\n从前\n", encoding="utf-8")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the model"}\n{"prompt": "从前"}\n', encoding="utf-8")
     lines, objects = (
-        completions(run, "--prompts", tmp_path / name, "--num-samples", 2, "--max-tokens", 8)
+        completions(run, "--prompts", tmp_path / name, "--num-samples", 2, "max_tokens=8")
         for name in ("prompts.txt", "prompts.jsonl")
     )
     assert lines == objects
     assert [completion["prompt"] for completion in lines] == ["the model", "the model", "从前", "从前"]
     assert len({tuple(completion["tokens"]) for completion in lines}) == 4
     assert {completion["finish_reason"] for completion in lines} <= {"length", "stop"}
-    [alone] = completions(run, "--prompt", "the model", "--max-tokens", 8)
+    [alone] = completions(run, "--prompt", "the model", "max_tokens=8")
     assert alone["tokens"] == lines[0]["tokens"]
-    shown = z2a("chat", run, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 8).stdout
+    shown = z2a("chat", run, "--prompts", tmp_path / "prompts.txt", "max_tokens=8").stdout
     assert shown.index(lines[0]["prompt"] + lines[0]["text"]) < shown.index(lines[2]["prompt"] + lines[2]["text"])
 
 
 def test_flags_of_generate_change_the_text(run: Path) -> None:
-    [plain] = completions(run, "--prompt", "the", "--max-tokens", 20)
-    [greedy] = completions(run, "--prompt", "the", "--max-tokens", 20, "--temperature", 0)
-    for flags in (["--top-k", 1], ["--top-p", 1e-6], ["--min-p", 1]):
-        assert completions(run, "--prompt", "the", "--max-tokens", 20, *flags)[0]["tokens"] == greedy["tokens"]
+    [plain] = completions(run, "--prompt", "the", "max_tokens=20")
+    [greedy] = completions(run, "--prompt", "the", "max_tokens=20", "temperature=0")
+    for flags in ("top_k=1", "top_p=1e-6", "min_p=1"):
+        assert completions(run, "--prompt", "the", "max_tokens=20", flags)[0]["tokens"] == greedy["tokens"]
     assert plain["tokens"] != greedy["tokens"]
-    assert completions(run, "--prompt", "the", "--max-tokens", 20, "--seed", 1)[0]["tokens"] != plain["tokens"]
-    [varied] = completions(run, "--prompt", "the", "--max-tokens", 20, "--repetition-penalty", 1e6)
+    assert completions(run, "--prompt", "the", "max_tokens=20", "seed=1")[0]["tokens"] != plain["tokens"]
+    [varied] = completions(run, "--prompt", "the", "max_tokens=20", "repetition_penalty=1e6")
     assert len(set(varied["tokens"])) == 20
     stop = [character for character in plain["text"] if character.isalnum()][3]
-    [stopped] = completions(run, "--prompt", "the", "--max-tokens", 20, "--stop", "never", "--stop", stop)
+    [stopped] = completions(run, "--prompt", "the", "max_tokens=20", "stop=never", f"stop={stop}")
     assert (stopped["text"], stopped["finish_reason"]) == (plain["text"][: plain["text"].index(stop)], "stop")
 
 
@@ -125,10 +115,10 @@ def test_generate_streams_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPat
         written.append(text)
         return text
 
-    monkeypatch.setattr("zero2all.cli.generate._stdout_is_terminal", lambda: True)
-    monkeypatch.setattr("zero2all.cli.generate.sanitize", sanitize)
-    shown = z2a("chat", run, "--prompt", "the", "--max-tokens", 20).stdout
-    [completion] = completions(run, "--prompt", "the", "--max-tokens", 20)
+    monkeypatch.setattr("zero2all.cli.chat._stdout_is_terminal", lambda: True)
+    monkeypatch.setattr("zero2all.cli.chat.sanitize", sanitize)
+    shown = z2a("chat", run, "--prompt", "the", "max_tokens=20").stdout
+    [completion] = completions(run, "--prompt", "the", "max_tokens=20")
     assert shown == "the" + completion["text"] + "\n"
     assert len(written) > 10
     assert "".join(written) == "the" + completion["text"]
@@ -141,8 +131,10 @@ def test_generate_streams_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPat
         (["--prompts", "empty.txt"], "must have a prompt on each line"),
         (["--prompts", "wrong.jsonl"], "cannot read"),
         (["--prompts", "wrong.jsonl", "--prompt", "a"], "not both"),
-        (["--top-p", "0"], "top_p must be"),
-        (["--stop", ""], "stop must be"),
+        (["top_p=0"], "top_p must be"),
+        (["stop="], "stop must be"),
+        (["top_p=high"], "top_p must be a number"),
+        (["top-p=1"], "write NAME=VALUE, with one of max_tokens, temperature"),
     ],
     ids=str,
 )

@@ -60,27 +60,24 @@ CPU_RECIPE = "name: small\ntrain: {steps: 5, device: cpu}\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "gpus"),
+    ("command", "gpus"),
     [
-        (["train", "my.yaml"], [], 8),
-        (["train", "my.yaml", "train.device=cuda"], [], 8),
-        (["train", "elsewhere.yaml"], [], 8),
-        (["python", "script.py", "--lr=3"], [], 8),
-        (["train", "cpu.yaml"], [], 0),
-        (["train", "my.yaml", "train.device=cpu"], [], 0),
-        (["train", "elsewhere.yaml", "train.device=cpu"], [], 0),
-        (["train", "my.yaml"], ["--gpus-per-node", "4"], 4),
-        (["train", "my.yaml"], ["--gpus-per-node", "0"], 0),
-        (["train", "cpu.yaml"], ["--gpus-per-node", "2"], 2),
+        (["train", "my.yaml"], 8),
+        (["train", "my.yaml", "train.device=cuda"], 8),
+        (["train", "elsewhere.yaml"], 8),
+        (["python", "script.py", "--lr=3"], 8),
+        (["train", "cpu.yaml"], 0),
+        (["train", "my.yaml", "train.device=cpu"], 0),
+        (["train", "elsewhere.yaml", "train.device=cpu"], 0),
     ],
 )
 def test_a_job_requests_a_gpu_for_each_rank_unless_the_recipe_is_for_the_cpu(
-    command: list[str], options: list[str], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("name: small\ntrain: {steps: 5}\n")
     Path("cpu.yaml").write_text(CPU_RECIPE)
-    words = ["launch", "--nproc-per-node", "8", "--nnodes", "2", *options, "--emit"]
+    words = ["launch", "--nproc-per-node", "8", "--nnodes", "2", "--emit"]
     found = {
         kind: CliRunner().invoke(app, [*words, kind, "--", *command]).stdout for kind in ("slurm", "k8s", "trainjob")
     }
@@ -154,7 +151,7 @@ def documents(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_an_indexed_job_for_kubernetes() -> None:
-    found = documents(emit("k8s", "--gpus-per-node", "8", "--job-name", "big", "--grace", "200"))
+    found = documents(emit("k8s", "--job-name", "big", "--grace", "200"))
     job, service, policy = (found[kind] for kind in ("Job", "Service", "NetworkPolicy"))
     spec = job["spec"]
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
@@ -198,7 +195,7 @@ def test_the_schema_of_kubernetes_accepts_the_job(nodes: tuple[int, int]) -> Non
 
 
 def test_jobs_of_kubeflow() -> None:
-    job = yaml.safe_load(emit("trainjob", "--gpus-per-node", "8"))
+    job = yaml.safe_load(emit("trainjob"))
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)

@@ -128,14 +128,12 @@ def test_a_script_gets_the_environment_of_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_crashes_is_restarted_and_reported(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
-    reports = tmp_path / "reports"
-    options = ("--procs", "2", "--max-restarts", "1", "--report-dir", str(reports))
-    done = launch(tmp_path, *options, "--", "python", "ddp.py", "crash")
+    done = launch(tmp_path, "--procs", "2", "--max-restarts", "1", "--", "python", "ddp.py", "crash")
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert [line.partition(":")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"]
     assert len({line.partition(":")[2] for line in lines}) == 1, "the ranks have the same weights"
-    report = the_report(reports)
+    report = the_report(tmp_path / "z2a-reports")
     assert report.startswith("crash, "), "nothing is known of its steps"
     assert "first to fail: rank 1" in report
     assert 'raise ValueError("a batch with NaN")' in report

@@ -8,7 +8,15 @@ import pytest
 
 from tests.conftest import TINY, tiny_recipe
 from zero2all.errors import UsageError
-from zero2all.experiments.budget import choose_batch, fix_length, parse_budget, refuse_stages, speed_key, trial_recipe
+from zero2all.experiments.budget import (
+    choose_batch,
+    fix_length,
+    parse_budget,
+    refuse_stages,
+    speed_key,
+    trial_recipe,
+    warmup_remark,
+)
 from zero2all.recipe import parse_recipe
 from zero2all.units import Duration
 
@@ -80,3 +88,25 @@ def test_a_trial_leaves_nothing_in_the_run_and_saves_nothing() -> None:
     assert trial.checkpoint.every.value > (trial.train.steps or 0)
     assert trial.evals.every is None
     assert Path(trial.run).name == "speed-trial"
+
+
+WARMING = "train: {steps: 600, seq_len: 64, batch_tokens: 256}"
+
+
+def remark(budget: str, *overrides: str) -> str | None:
+    parsed = parse_budget(budget)
+    return warmup_remark(
+        fix_length(parse_recipe(WARMING, list(overrides)), parsed, {}),
+        parsed,
+    )
+
+
+def test_the_default_warmup_takes_all_of_20_steps() -> None:
+    assert remark("20-steps") == (
+        "the warm-up of 20 steps takes 100% of --budget 20-steps: set a shorter one, such as train.schedule.warmup=2"
+    )
+    assert remark("5Ki-tokens") is not None  # 20 steps of 256 tokens
+    assert remark("40-steps") is None
+    assert remark("20-steps", "train.schedule.warmup=2") is None
+    assert remark("20-steps", "train.batch_tokens=null") is not None
+    assert remark("1M-tokens", "train.batch_tokens=null") is None  # the number of steps is unknown

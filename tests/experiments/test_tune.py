@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -208,20 +209,21 @@ def test_the_winner_is_written_and_failures_are_recorded(machine: Machine, recip
 
 
 def test_a_killed_tuner_repeats_no_trial(machine: Machine, recipe_path: Path, tmp_path: Path) -> None:
-    whole = tune_recipe(recipe_path, [], TuneOptions(), name="whole")
+    whole = tune_recipe(recipe_path, [], TuneOptions())
+    shutil.rmtree(tmp_path / "out/experiments")
     trials, machine.calls = len(machine.calls), []
     for stop in (0, 1, 3, trials - 1):
         machine.kill_after = stop
         with pytest.raises(KeyboardInterrupt):
-            tune_recipe(recipe_path, [], TuneOptions(), name="killed")
-        record = json.loads((tmp_path / "out/experiments/killed" / TUNE_FILE).read_text()) if stop else {"trials": []}
+            tune_recipe(recipe_path, [], TuneOptions())
+        record = json.loads((tmp_path / "out/experiments/tune-my" / TUNE_FILE).read_text()) if stop else {"trials": []}
         assert len(record["trials"]) == stop
     machine.kill_after = None
-    resumed = tune_recipe(recipe_path, [], TuneOptions(), name="killed")
+    resumed = tune_recipe(recipe_path, [], TuneOptions())
     assert len(machine.calls) == len(set(machine.calls)) == trials
     assert resumed == whole
     with pytest.raises(UsageError, match="another recipe or other options"):
-        tune_recipe(recipe_path, ["seed=7"], TuneOptions(), name="killed")
+        tune_recipe(recipe_path, ["seed=7"], TuneOptions())
 
 
 def test_a_recipe_of_which_nothing_runs_is_an_error(
@@ -231,8 +233,6 @@ def test_a_recipe_of_which_nothing_runs_is_an_error(
     with pytest.raises(Z2aError, match=r"no candidate could be measured; .*out of memory"):
         tune_recipe(recipe_path, [], TuneOptions())
     assert not recipe_path.with_name("my.tuned.yaml").exists()
-    with pytest.raises(UsageError, match="is the recipe itself"):
-        tune_recipe(recipe_path, [], TuneOptions(), out=recipe_path)
 
 
 @pytest.mark.slow

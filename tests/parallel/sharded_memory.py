@@ -31,7 +31,7 @@ from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local
-from zero2all.planner.fsdp_units import FP32_BYTES, FsdpUnits
+from zero2all.planner.rank_plan import FP32_BYTES, FsdpUnits
 from zero2all.planner.workload import planned_dtype
 from zero2all.profiling.memory_trace import fake_process_group
 from zero2all.recipe import Recipe

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from zero2all.bench.calibrate import MachineMeasurements
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.experiments.planned_run import check_plan, check_text, read_run
 from zero2all.gpu_specs import Gpu
-from zero2all.planner.calibrated import calibrated_entry, find_entry, machine_entry
+from zero2all.planner.calibrated import MachineMeasurements, calibrated_entry, find_entry, machine_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.recipe import Recipe, load_recipe_or_preset, recipe_yaml
@@ -30,8 +30,6 @@ MEASURED = MachineMeasurements(
     memory=16 * 2**30,
     memory_bandwidth=10e9,
     link_bandwidth=1e9,
-    disk_write=1e8,
-    disk_read=1e8,
     multiprocessors=1,
     ranks_per_node=2,
 )
@@ -42,9 +40,7 @@ def _recipe(*overrides: str) -> Recipe:
 
 
 def _entry(step_seconds: float = 3.0) -> Gpu:
-    return calibrated_entry(
-        "here", "measured", _recipe(), step_seconds, 100e9, "fp32", 16 * 2**30, 10e9, 1e9, 1, 2
-    )  # fmt: skip
+    return calibrated_entry("here", replace(MEASURED, step_seconds=step_seconds), _recipe())
 
 
 @pytest.mark.parametrize("seconds", [1.5, 3.0, 9.0])
@@ -56,10 +52,10 @@ def test_the_plan_of_the_reference_takes_as_long_as_was_measured(seconds: float)
 
 
 def test_an_entry_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.bench.calibrate.measure_machine", lambda recipe, directory: MEASURED)
+    monkeypatch.setattr("zero2all.bench.calibrate.measure_machine", lambda recipe: MEASURED)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = tmp_path / "here.json"
-    result = CliRunner().invoke(app, ["doctor", "--calibrate", str(path), "--dir", str(tmp_path)])
+    result = CliRunner().invoke(app, ["doctor", "--calibrate", str(path)])
     assert result.exit_code == 0, result.output
     assert f"plan with it: z2a plan RECIPE --gpus 1 --gpu {path}" in result.stdout
     entry = find_entry(str(path))

@@ -38,12 +38,6 @@ def slowed(original: Callable[..., Any], seconds: float = SLOW) -> Any:
     return slow
 
 
-def profiled(recipe: Recipe, out: Path) -> Profile:
-    found = profile_recipe(recipe, 2, out)
-    assert found is not None
-    return found
-
-
 @pytest.fixture(scope="module")
 def plain(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     out = tmp_path_factory.mktemp("profile")
@@ -98,19 +92,18 @@ def test_the_shares_add_up(plain: Profile) -> None:
     assert set(plain.shares) == {*PARTS}
 
 
-def test_a_slow_loader_is_named(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_parts_are_named(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader reads ahead, so that it is waited for longer than the optimizer takes."""
     from zero2all.train.data_loader import read_batch
 
-    monkeypatch.setattr("zero2all.train.data_loader.read_batch", slowed(read_batch))
-    [first, *_] = profiled(tiny_recipe(workspace), tmp_path / "out").suggestions
-    assert "waiting for data: the loader is slower than the model" in first.why
-
-
-def test_a_slow_optimizer_is_named(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero2all.train.data_loader.read_batch", slowed(read_batch, 2 * SLOW))
     monkeypatch.setattr(torch.optim.AdamW, "step", slowed(torch.optim.AdamW.step))
-    found = profiled(tiny_recipe(workspace), tmp_path / "out")
-    assert "of the step is the optimizer" in found.suggestions[0].why
-    assert found.shares["optimizer"] > 0.5
+    found = profile_recipe(tiny_recipe(workspace), 2, tmp_path / "out")
+    assert found is not None
+    data, optimizer, *_ = (finding.why for finding in found.suggestions)
+    assert "waiting for data: the loader is slower than the model" in data
+    assert "of the step is the optimizer" in optimizer
+    assert found.shares["optimizer"] > 0.3
 
 
 def profile_with_a_slow_rank(recipe: Recipe) -> Profile | None:

@@ -20,6 +20,7 @@ from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import open_target
 from zero2all.generation import SamplingParams
 from zero2all.serve import ChatSession
+from zero2all.serve.chat import with_param
 from zero2all.tokens import build_tokens
 from zero2all.train import train
 
@@ -94,14 +95,13 @@ def test_an_answer_that_is_interrupted_stays_in_the_history(tuned: Path) -> None
     assert session.stats.finish_reason == "interrupted"
 
 
-def test_parameters_are_changed_by_name(tuned: Path) -> None:
-    session = make_session(tuned)
-    session.set_param("temperature=0.5")
-    session.set_param("max_tokens=7")
-    assert (session.params.temperature, session.params.max_tokens) == (0.5, 7)
-    for wrong in ("temperature", "stop=x", "heat=1", "max_tokens=many", "top_p=7"):
+def test_parameters_are_changed_by_name() -> None:
+    greedy = SamplingParams(temperature=0)
+    assert with_param(with_param(greedy, "temperature=0.5"), "max_tokens=7") == SamplingParams(7, 0.5)
+    assert with_param(with_param(greedy, "stop=a"), "stop=b=c").stop == ("a", "b=c")
+    for wrong in ("temperature", "stop=", "heat=1", "max_tokens=many", "top_p=7"):
         with pytest.raises(UsageError):
-            session.set_param(wrong)
+            with_param(greedy, wrong)
 
 
 def test_a_tokenizer_without_a_template_is_refused_at_once(tuned: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_tokenizer_without_a_template_is_refused_at_once(tuned: Path) -> None:
 def test_lines_of_stdin_are_messages(tuned: Path) -> None:
     lines = "\n".join(["/help", PAIRS[0][0], "", "/nonsense", "/params temperature=0", PAIRS[1][0], "/exit", "unread"])
     done = subprocess.run(
-        [Z2A, "chat", str(tuned), "--temperature", "0", "--max-tokens", "12"],
+        [Z2A, "chat", str(tuned), "temperature=0", "max_tokens=12"],
         input=lines, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [PAIRS[0][1], PAIRS[1][1]]
@@ -127,7 +127,7 @@ def test_lines_of_stdin_are_messages(tuned: Path) -> None:
 @pytest.mark.slow
 def test_on_a_terminal_the_end_of_input_ends_it(tuned: Path) -> None:
     leader, follower = pty.openpty()
-    command = [Z2A, "chat", str(tuned), "--temperature", "0", "--max-tokens", "12"]
+    command = [Z2A, "chat", str(tuned), "temperature=0", "max_tokens=12"]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, close_fds=True)
     os.close(follower)
     seen = read_until(leader, "/help")

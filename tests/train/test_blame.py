@@ -20,7 +20,7 @@ def test_losses_of_documents_add_up_to_the_loss_of_the_step(workspace: Path, tmp
     losses = [span["loss"] for span in blamed["documents"]]
     assert losses == sorted(losses, reverse=True)
     assert [span["loss"] for span in blame_step(run, 8, lowest=True)["documents"]] == sorted(losses)
-    printed = CliRunner().invoke(app, ["blame", str(tmp_path), "--step", "8", "--lowest", "--top", "1"]).stdout
+    printed = CliRunner().invoke(app, ["blame", str(tmp_path), "--step", "8", "--lowest"]).stdout
     assert printed.splitlines()[1].split()[0] == f"{min(losses):.4f}"
     # The weights before step 8 are those of checkpoint 8, so the loss is the one in the record.
     first, last = blamed["samples"]

@@ -18,7 +18,7 @@ from zero2all.train import train
 
 STEP = "checkpoints/step-00000002"
 READERS = [
-    ["chat", "RUN", "--prompt", "a", "--max-tokens", "2"],
+    ["chat", "RUN", "--prompt", "a", "max_tokens=2"],
     ["blame", "RUN", "--step", "1"],
     ["ckpt", "ls", "RUN"],
     ["ckpt", "verify", "RUN"],

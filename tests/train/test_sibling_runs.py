@@ -51,7 +51,7 @@ def test_every_command_takes_the_directory_of_a_sibling(out: Path, recipe: Path)
     z2a("train", recipe, "train.steps=1", "--name", "c")
     run = out / "a" / "b"
     commands = [
-        ["chat", run, "--prompt", "a", "--max-tokens", 2], ["eval", "loss", run], ["export", run, "--to", out / "hf"],
+        ["chat", run, "--prompt", "a", "max_tokens=2"], ["eval", "loss", run], ["export", run, "--to", out / "hf"],
         ["watch", run, "--once"], ["watch", run, "--html", out / "report.html"],
         ["ckpt", "ls", run], ["ckpt", "verify", run], ["blame", run, "--step", 1, "--no-loss"],
         ["blame", run, "--step", 1],

@@ -1,12 +1,8 @@
-"""Measure what a plan needs to know of this machine: products, a training step, memory, link and disk."""
+"""Measure what a plan needs to know of this machine: products, a training step, memory and link."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,42 +12,20 @@ from zero2all.bench.rank_harness import Backend, run_ranks
 from zero2all.bench.step import BenchStep
 from zero2all.console import progress
 from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device
+from zero2all.planner.calibrated import MachineMeasurements
 from zero2all.recipe import Recipe
 
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MESSAGE_BYTES: dict[Backend, int] = {"nccl": 1 << 28, "gloo": 1 << 24}
-DISK_BYTES = 1 << 28
 STEPS = 5
 
 
-@dataclass(frozen=True)
-class MachineMeasurements:
-    device: str
-    """Type: cpu or cuda."""
-    device_name: str
-    dtype: str
-    """In which products and the step were computed."""
-    product_flops: dict[int, float]
-    """FLOPs per second of square matrix products, by size."""
-    step_seconds: float
-    """Of a training step of the reference recipe, the fastest of a few."""
-    memory: int
-    memory_bandwidth: float
-    """Bytes per second, read and written."""
-    link_bandwidth: float | None
-    """Bus bandwidth of a large all-reduce between two ranks; None with a single GPU."""
-    disk_write: float
-    disk_read: float
-    multiprocessors: int
-    ranks_per_node: int
-
-
-def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
-    """Takes about a minute. ``directory`` is on the disk to measure."""
+def measure_machine(reference: Recipe) -> MachineMeasurements:
+    """Takes about a minute."""
     device = pick_device(reference.train.device)
     dtype = compute_dtype(reference.train.compute_precision, device)
-    with progress("calibrate", 5) as advance:
+    with progress("calibrate", 4) as advance:
         products = {size: measure_matmul_flops(device, dtype, size) for size in PRODUCT_SIZES[device.type]}
         advance(1)
         step = BenchStep(reference)
@@ -63,8 +37,6 @@ def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
         advance(1)
         link = None if torch.cuda.device_count() == 1 else _link_bandwidth()
         advance(1)
-        written, read = _disk_bandwidth(directory)
-        advance(1)
     gpus = torch.cuda.device_count()
     return MachineMeasurements(
         device=device.type,
@@ -75,8 +47,6 @@ def measure_machine(reference: Recipe, directory: Path) -> MachineMeasurements:
         memory=_memory(device),
         memory_bandwidth=copied,
         link_bandwidth=link,
-        disk_write=written,
-        disk_read=read,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if gpus else 1,
         ranks_per_node=gpus or 1,  # a CPU was measured with all its cores
     )
@@ -94,27 +64,6 @@ def _link_bandwidth() -> float:
     reduce = COLLECTIVES[0]
     found = next(one for one in times if one.collective == reduce.name)
     return float(reduce.link_share(2) * found.size / found.seconds)
-
-
-def _disk_bandwidth(directory: Path) -> tuple[float, float]:
-    """Bytes per second written to and read from the disk, not the page cache: fsync, and pages dropped in between."""
-    directory.mkdir(parents=True, exist_ok=True)
-    data = os.urandom(1 << 20)
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="calibrate-") as stream:
-        begin = time.perf_counter()
-        for _ in range(DISK_BYTES // len(data)):
-            stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-        written = time.perf_counter() - begin
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        begin = time.perf_counter()
-        with open(stream.name, "rb", buffering=0) as again:
-            while again.read(1 << 22):
-                pass
-        read = time.perf_counter() - begin
-    return DISK_BYTES / written, DISK_BYTES / read
 
 
 def _memory(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from zero2all.records import decode_json, parse_record, to_json
 
 Unit = Literal["tokens/s", "MB/s", "GB/s", "ms"]
 LOWER_IS_BETTER: tuple[Unit, ...] = ("ms",)
+SLOWER = 0.9  # times as fast as before: less is a regression
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The JSON file of ``z2a bench loader | comm | checkpoint | tokenize``."""
+    """The JSON file of ``z2a bench loader | comm | checkpoint``."""
 
     benchmark: str
     title: str
@@ -94,14 +95,14 @@ def speedups(report: BenchReport, earlier: BenchReport) -> dict[str, float]:
     return found
 
 
-def regressions(report: BenchReport, earlier: BenchReport, tolerance: float) -> list[str]:
-    """A line for each measurement that is slower by more than ``tolerance``."""
+def regressions(report: BenchReport, earlier: BenchReport) -> list[str]:
+    """A line for each measurement that is slower by more than 10 %."""
     rows = {row.name: row for row in report.measurements}
     before = {row.name: row for row in earlier.measurements}
     return [
         f"{name}: {rows[name].value:,.4g} {rows[name].unit}, was {before[name].value:,.4g} ({ratio:.2f}x)"
         for name, ratio in speedups(report, earlier).items()
-        if ratio < 1 - tolerance
+        if ratio < SLOWER
     ]
 
 

@@ -50,8 +50,8 @@ class OpsMeasurement:
 
 
 @dataclass(frozen=True)
-class OpsRow:
-    """The measurements of one row."""
+class RowSettings:
+    """What a row measures."""
 
     table: str
     """``kernels``, or what the sweep changes."""
@@ -59,6 +59,12 @@ class OpsRow:
     compile: bool
     ops: OpsRecipe
     options: StepOptions
+
+
+@dataclass(frozen=True)
+class OpsRow(RowSettings):
+    """The measurements of one row."""
+
     seconds_per_step: float
     turns: list[float]
     """Seconds per step of each round."""
@@ -72,14 +78,9 @@ class OpsRow:
 
 
 @dataclass(frozen=True)
-class FailedOpsRow:
+class FailedOpsRow(RowSettings):
     """A row that could not be measured, and the error."""
 
-    table: str
-    name: str
-    compile: bool
-    ops: OpsRecipe
-    options: StepOptions
     failed: str
 
 
@@ -173,28 +174,27 @@ def _measure_row(row: OpsMeasurement, steps: int, timeout: float) -> None:
     row.loss, row.clock = measured.loss, measured.clock
 
 
+def _token_flops(variant: Variant) -> tuple[int, int]:
+    """FLOPs of a token by our count and by PaLM's."""
+    config, seq_len = bench_config(variant.recipe, variant.options), variant.recipe.train.seq_len
+    palm = palm_flops_per_token(config, count_parameters(config).active, seq_len)
+    return flops_per_token(config, seq_len).model, palm
+
+
 def _row_flops(row: OpsMeasurement) -> float:
     """FLOPs per second, by the larger of both counts."""
-    recipe, config = row.variant.recipe, bench_config(row.variant.recipe, row.variant.options)
-    seq_len = recipe.train.seq_len
-    palm_flops = palm_flops_per_token(config, count_parameters(config).active, seq_len)
-    return recipe.train.tokens_per_step / row.seconds * max(palm_flops, flops_per_token(config, seq_len).model)
+    return row.variant.recipe.train.tokens_per_step / row.seconds * max(_token_flops(row.variant))
 
 
 def _report_row(row: OpsMeasurement, peak: PeakFlops) -> OpsRow | FailedOpsRow:
     variant, recipe = row.variant, row.variant.recipe
-    ops = recipe.model.ops
+    settings = (variant.table, variant.name, variant.compile, recipe.model.ops, variant.options)
     if row.error:
-        return FailedOpsRow(variant.table, variant.name, variant.compile, ops, variant.options, row.error)
-    config, seq_len = bench_config(recipe, variant.options), recipe.train.seq_len
-    rate, flops = recipe.train.tokens_per_step / row.seconds, flops_per_token(config, seq_len).model
-    palm_flops = palm_flops_per_token(config, count_parameters(config).active, seq_len)
+        return FailedOpsRow(*settings, row.error)
+    rate = recipe.train.tokens_per_step / row.seconds
+    flops, palm_flops = _token_flops(variant)
     return OpsRow(
-        variant.table,
-        variant.name,
-        variant.compile,
-        ops,
-        variant.options,
+        *settings,
         seconds_per_step=row.seconds,
         turns=row.round_seconds,
         tokens_per_second=rate,

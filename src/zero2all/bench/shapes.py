@@ -61,13 +61,13 @@ class ShapesReport:
     rules: list[ShapeRule]
 
 
-def bench_shapes(recipe: Recipe, rounds: int = 9, step: int = 0) -> ShapesReport:
+def bench_shapes(recipe: Recipe, rounds: int = 9) -> ShapesReport:
     """Time every candidate in turn, ``rounds`` times over; the fastest counts, since a busy moment only adds time."""
     hidden, tokens, tp = recipe.model.hidden_size, recipe.train.effective_micro_batch_tokens, recipe.parallel.tp
     device = pick_device(recipe.train.device)
     dtype = compute_dtype(recipe.train.compute_precision, device)
     own = _intermediate_size(recipe)
-    sizes = sorted({*candidate_sizes(hidden, step, tp), own})
+    sizes = sorted({*candidate_sizes(hidden, tp), own})
     fastest = dict.fromkeys(sizes, math.inf)
     with progress("matrix products", rounds * len(sizes)) as advance:
         for number in range(rounds):
@@ -179,20 +179,19 @@ def shapes_markdown(report: ShapesReport) -> str:
     return "\n".join([*lines, "", markdown_table(("rule for shapes", "here", "holds", "why"), rules)]) + "\n"
 
 
-def candidate_sizes(hidden: int, step: int = 0, tp: int = 1) -> list[int]:
-    """8/3 of the hidden size itself, and the multiples of ``step`` around it.
+def candidate_sizes(hidden: int, tp: int = 1) -> list[int]:
+    """8/3 of the hidden size itself, and the nearest multiples of 32, or of 16 where there are few of them nearby.
 
-    By default the nearest multiples of 32, or of 16 where there are few of them nearby, for each of ``tp`` devices 16.
+    For each of ``tp`` devices they are multiples of 16.
 
     >>> candidate_sizes(4096)[4:9]
     [10880, 10912, 10923, 10944, 10976]
     """
     centre = 8 * hidden / 3
-    count = None if step else CANDIDATES
-    step = step or max(16 * tp, 16 if centre * 2 * SEARCH_RANGE < 32 * CANDIDATES else 32)
+    step = max(16 * tp, 16 if centre * 2 * SEARCH_RANGE < 32 * CANDIDATES else 32)
     low, high = int(centre * (1 - SEARCH_RANGE)), int(centre * (1 + SEARCH_RANGE))
     multiples = sorted(range(-(-low // step) * step, high + 1, step), key=lambda size: abs(size - centre))
-    return sorted({round(centre), *multiples[:count]})
+    return sorted({round(centre), *multiples[:CANDIDATES]})
 
 
 def time_swiglu_layer(hidden: int, wide: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:

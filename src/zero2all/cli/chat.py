@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import json as jsonlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, command
-from zero2all.cli.generate import Request, complete_prompts
-from zero2all.cli.runs import CheckpointStep, PipelineParallel, TensorParallel
+from zero2all.cli.conventions import CheckpointStep, Json, PipelineParallel, Result, TensorParallel, command
 from zero2all.console import sanitize, say
 from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
+    from zero2all.generation import Completion, SamplingParams, TextPiece
+    from zero2all.model import Z2all
+    from zero2all.parallel import ParallelModel
     from zero2all.serve import ChatSession
 
 OptionalTarget = Annotated[
@@ -49,52 +53,36 @@ Prompts = Annotated[
     ),
 ]
 NumSamples = Annotated[int, typer.Option(min=1, help="Number of texts for each prompt.")]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum number of tokens of an answer. Default: 512; of a prompt's text 128."),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Sampling temperature; lower is less varied, 0 greedy. Default: 0.7; for a prompt 0.8."),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(min=0, help="Sample from the k most likely tokens, 0 from all. Default: 0; for a prompt 50."),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the fewest of the most likely tokens that have this probability together. "
-        "Default: 0.95; for a prompt 1."
+Params = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Sampling parameters. Defaults for chat: max_tokens=512 temperature=0.7 (0 is greedy) top_k=0 (all) "
+        "top_p=0.95; for --prompt: max_tokens=128 temperature=0.8 top_k=50 top_p=1. Also min_p=0, seed=0, "
+        "repetition_penalty=1 (1.1 for a model that loops), and stop=TEXT, which ends the text and can be repeated.",
+        metavar="[NAME=VALUE]...",
     ),
 ]
-MinP = Annotated[
-    float,
-    typer.Option(help="Sample from tokens with at least this probability, relative to the most likely token."),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1, such as 1.1 for a model that loops, tokens so far become less likely.")
-]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. Repeatable. Default: none.")]
-Seed = Annotated[int, typer.Option(help="Sampling seed; another one gives other text.")]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``z2a chat --prompt`` is asked for."""
+
+    prompt: str | None
+    prompts: Path | None
+    num_samples: int
+    params: SamplingParams
 
 
 @command
 def chat(
     target: OptionalTarget = None,
+    params: Params = None,
     demo: Demo = False,
     system: System = "",
     prompt: Prompt = None,
     prompts: Prompts = None,
     num_samples: NumSamples = 1,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    stop: Stop = None,
-    seed: Seed = 0,
     step: CheckpointStep = None,
     tp: TensorParallel = 1,
     pp: PipelineParallel = 1,
@@ -107,31 +95,28 @@ def chat(
 
     Example: z2a chat runs/sft --system "Answer in one sentence."
 
-    Example: z2a chat runs/first --prompt "def main("
+    Example: z2a chat runs/first --prompt "def main(" temperature=0.2 max_tokens=200
     """
+    words = params or []
+    if demo and target is not None and "=" in target:  # there is no target before it
+        words, target = [target, *words], None
     if demo == (target is not None):
         raise UsageError("give a run, a checkpoint or a Hugging Face directory, or --demo for a model to try")
     from zero2all.demo import DIRECTORY, QUESTIONS
     from zero2all.evals import open_target
     from zero2all.generation import SamplingParams
-    from zero2all.serve import ChatSession
+    from zero2all.serve.chat import ChatSession, with_param
 
     is_chat = prompt is None and prompts is None
     usual = SamplingParams(512, 0.7, 0, 0.95) if is_chat else SamplingParams(128, 0.8, 50, 1.0)
-    params = SamplingParams(
-        usual.max_tokens if max_tokens is None else max_tokens,
-        usual.temperature if temperature is None else temperature,
-        usual.top_k if top_k is None else top_k,
-        usual.top_p if top_p is None else top_p,
-        min_p, repetition_penalty, tuple(stop or ()), seed,
-    )  # fmt: skip
+    sampling = functools.reduce(with_param, words, usual)
     model = str(DIRECTORY) if target is None else target
     if not is_chat:
-        return complete_prompts(model, step, Request(prompt, prompts, num_samples, params), tp, pp, json)
+        return _complete_prompts(model, step, Request(prompt, prompts, num_samples, sampling), tp, pp, json)
     if num_samples > 1 or tp * pp > 1:
         raise UsageError("--num-samples, --tp and --pp are for --prompt or --prompts")
     opened = open_target(model, step)
-    session = ChatSession(opened.model, opened.tokenizer, params, system)
+    session = ChatSession(opened.model, opened.tokenizer, sampling, system)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         say(f"{'demo' if demo else opened.name}: write a message, or /help")
@@ -168,6 +153,8 @@ def _read_line() -> str:
 
 
 def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> None:
+    from zero2all.serve.chat import with_param
+
     name, _, rest = line.partition(" ")
     if not line.startswith("/"):
         _answer(session, line, write)
@@ -180,7 +167,7 @@ def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> 
         say("the system prompt is set, and the conversation forgotten")
     elif name == "/params":
         if rest.strip():
-            session.set_param(rest.strip())
+            session.params = with_param(session.params, rest.strip())
         say(", ".join(f"{name}={value}" for name, value in asdict(session.params).items() if name != "stop"))
     elif name == "/help":
         say(HELP)
@@ -220,6 +207,65 @@ def _answer(session: ChatSession, text: str, write: Callable[[str], object]) -> 
     assert stats is not None
     notes = [f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tok/s"]
     notes += ["interrupted"] if stats.finish_reason == "interrupted" else []
-    notes += ["ended by --max-tokens"] if stats.finish_reason == "length" else []
+    notes += ["ended by max_tokens"] if stats.finish_reason == "length" else []
     notes += [f"{stats.forgotten} old messages no longer fit into the context"] if stats.forgotten else []
     say(f"[{'; '.join(notes)}]")
+
+
+def _complete_prompts(target: str, step: int | None, request: Request, tp: int, pp: int, json: bool) -> Result:
+    """Complete the text of a prompt, or of each prompt of a file, without a chat template."""
+    from zero2all.evals.target import find_target
+    from zero2all.generation import generate_batch, stream
+    from zero2all.recipe import ParallelRecipe
+
+    if request.prompt is not None and request.prompts is not None:
+        raise UsageError("give --prompt or --prompts, not both")
+    texts = [request.prompt or ""] if request.prompts is None else _read_prompts(request.prompts)
+    texts = [text for text in texts for _ in range(request.num_samples)]
+    found = find_target(target, step)
+    if tp * pp > 1:
+        model: Z2all | ParallelModel = found.load_parallel_model(ParallelRecipe(tp=tp, pp=pp, dp_shard=1, sp=False))
+    else:
+        model = found.load_model()
+    tokenizer, params = found.tokenizer, request.params
+    if len(texts) == 1 and not json and tp * pp == 1 and _stdout_is_terminal():
+        return Result(None, _print_stream(texts[0], stream(model, tokenizer, texts, params)))
+    completions = generate_batch(model, tokenizer, texts, params)
+    data = [{"prompt": text, **asdict(completion)} for text, completion in zip(texts, completions, strict=True)]
+    is_rank0 = os.environ.get("RANK", "0") == "0"  # only one of several ranks reports it
+    return Result({"completions": data}, _format_completions(texts, completions) if is_rank0 else "")
+
+
+def _read_prompts(path: Path) -> list[str]:
+    if not path.is_file():
+        raise UsageError(f"--prompts: no file at {path}")
+    try:
+        text = path.read_text(encoding="utf-8").rstrip("\n")
+        lines = text.split("\n") if text else []
+        prompts = [jsonlib.loads(line)["prompt"] for line in lines if line] if path.suffix == ".jsonl" else lines
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--prompts: cannot read {path}: {type(error).__name__}: {error}") from error
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UsageError(f"--prompts: {path} must have a prompt on each line, as text")
+    return prompts
+
+
+def _stdout_is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _print_stream(prompt: str, pieces: Iterator[TextPiece]) -> str:
+    """Print the prompt and the text as it comes, without control characters; what is left to print."""
+    sys.stdout.write(sanitize(prompt))
+    sys.stdout.flush()
+    for piece in pieces:
+        sys.stdout.write(sanitize(piece.text))
+        sys.stdout.flush()
+    return "\n"
+
+
+def _format_completions(prompts: list[str], completions: list[Completion]) -> str:
+    texts = [prompt + completion.text for prompt, completion in zip(prompts, completions, strict=True)]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n".join(f"── {number} {'─' * 40}\n{text}" for number, text in enumerate(texts, 1))

@@ -9,6 +9,8 @@ import typer
 
 from zero2all.cli.conventions import Json, Result, RunPath, command
 
+SHOWN_PARAMETERS = 20  # of a comparison
+
 app = typer.Typer(help="List, verify, compare and remove checkpoints.", no_args_is_help=True)
 
 
@@ -38,9 +40,7 @@ def ls(run: RunPath, json: Json = False) -> Result:
 @command
 def verify(
     run: RunPath,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Verify only the checkpoint of this step. Default: all.")
-    ] = None,
+    step: Annotated[int | None, typer.Argument(help="The step of the only checkpoint to verify.")] = None,
     json: Json = False,
 ) -> Result:
     """Verify the checksums of checkpoints.
@@ -68,7 +68,7 @@ def verify(
 @command
 def rm(
     run: RunPath,
-    step: Annotated[int, typer.Option("--step", help="The step whose checkpoint is removed.")],
+    step: Annotated[int, typer.Argument(help="The step whose checkpoint is removed.", metavar="STEP")],
     force: Annotated[
         bool, typer.Option("--force", help="Remove it even if no other valid checkpoint is left.")
     ] = False,
@@ -76,7 +76,7 @@ def rm(
 ) -> Result:
     """Remove a durable checkpoint.
 
-    Example: z2a ckpt rm runs/first --step 400
+    Example: z2a ckpt rm runs/first 400
     """
     from zero2all.checkpoint.inspection import remove_checkpoint
     from zero2all.train import Run
@@ -92,12 +92,12 @@ def diff(
     run: RunPath,
     one: Annotated[int, typer.Argument(help="The step of the first checkpoint.", metavar="STEP")],
     other: Annotated[int, typer.Argument(help="The step of the second checkpoint.", metavar="STEP")],
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of parameters to print.")] = 20,
     json: Json = False,
 ) -> Result:
     """Compare the parameters of two checkpoints.
 
-    The table lists the largest absolute difference of each parameter, also relative to its largest value.
+    The table lists the 20 parameters that differ most: the largest absolute difference, also relative to the largest
+    value. --json has all of them.
 
     Example: z2a ckpt diff runs/first 400 500
     """
@@ -105,5 +105,5 @@ def diff(
     from zero2all.train import Run
 
     rows = compare_checkpoints(Run.open(run).checkpoints, one, other)
-    lines = [f"{row.largest:>12.4e} {row.relative:>12.4e}  {row.parameter}" for row in rows[:top]]
+    lines = [f"{row.largest:>12.4e} {row.relative:>12.4e}  {row.parameter}" for row in rows[:SHOWN_PARAMETERS]]
     return Result({"steps": [one, other], "parameters": rows}, "\n".join([f"{'largest':>12} {'relative':>12}", *lines]))

@@ -15,7 +15,7 @@ from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
     from zero2all.charts.plot import Plot
-    from zero2all.experiments import Comparison
+    from zero2all.experiments import Comparison, ExperimentPlan
 
 Targets = Annotated[
     list[str],
@@ -73,9 +73,6 @@ Name = Annotated[
     typer.Option("--name", help="Name of the experiment, below <out>/experiments. Default: after what differs."),
 ]
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs of each run; on a CPU, of processes.")]
-Html = Annotated[
-    Path | None, typer.Option("--html", help="Also write a standalone HTML report of the runs. Default: none.")
-]
 Svg = Annotated[
     Path | None,
     typer.Option("--svg", help="Also write the plot to this SVG file. Default: in the experiment's directory."),
@@ -100,7 +97,6 @@ def compare(
     name: Name = None,
     target: Target = None,
     gpus: Gpus = 1,
-    html: Html = None,
     svg: Svg = None,
     mixtures: Mixtures = None,
     widths: Widths = None,
@@ -129,7 +125,7 @@ def compare(
 
     Example: z2a compare my.yaml --widths 96,128,192,256 --predict 384 --verify
     """
-    from zero2all.experiments import compare_targets, open_experiment, plan_sweep, run_experiment
+    from zero2all.experiments import compare_targets, plan_comparison, plan_mixtures, plan_sweep
     from zero2all.experiments.comparison import curves_plot
     from zero2all.experiments.target import parse_target
     from zero2all.experiments.variants import parse_axis
@@ -141,67 +137,57 @@ def compare(
     if missing or not paths:
         raise UsageError(f"nothing at {', '.join(missing)}" if missing else "give run directories or recipes")
     if widths is not None:
-        if (budget, target, html, mixtures) != (None, None, None, None):
-            raise UsageError("--budget, --target, --html and --mixtures do not go with --widths")
+        if (budget, target, mixtures) != (None, None, None):
+            raise UsageError("--budget, --target and --mixtures do not go with --widths")
         family = Family(_one(paths, "--widths"), words, widths, predict, verify, tokens_per_parameter)
         return _train_family(family, seeds or 2, name, gpus, svg)
     if predict is not None or verify:
         raise UsageError("--predict and --verify are for --widths")
-    if mixtures is not None:
-        return _search_mixture(
-            _one(paths, "--mixtures"), words, mixtures, seeds or 1, name, weights, budget, gpus, html, svg
-        )
-    if len(paths) == 1 and any(len(parse_axis(word)[1]) > 1 for word in words):
-        plan = plan_sweep(paths[0], words, seeds or 1, name, weights)
-        run_experiment(plan, budget, gpus)
-        comparison = open_experiment(plan.directory)
-        return _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
-    if not all(path.is_dir() for path in paths):
-        comparison = _train_recipes(paths, words, seeds or 1, name, weights, budget, gpus)
-    elif words or budget or seeds or name:
-        raise UsageError("runs exist already: --budget, --seeds, --name and overrides are for recipes")
-    else:
+    is_grid = len(paths) == 1 and any(len(parse_axis(word)[1]) > 1 for word in words)
+    if mixtures is None and not is_grid and all(path.is_dir() for path in paths):
+        if words or budget or seeds or name:
+            raise UsageError("runs exist already: --budget, --seeds, --name and overrides are for recipes")
         comparison = compare_targets(paths, weights)
-    return _report(comparison, curves_plot(comparison), html, svg)
-
-
-def _train_recipes(
-    paths: list[Path], words: list[str], seeds: int, name: str | None, weights: dict[str, float] | None,
-    budget: str | None, gpus: int,
-) -> Comparison:  # fmt: skip
-    from zero2all.experiments import open_experiment, plan_comparison, run_experiment
-
-    if any(path.is_dir() for path in paths):
+        return _report(comparison, curves_plot(comparison), svg)
+    if mixtures is not None:
+        plan = plan_mixtures(_one(paths, "--mixtures"), words, mixtures, seeds or 1, name, weights)
+    elif is_grid:
+        plan = plan_sweep(paths[0], words, seeds or 1, name, weights)
+    elif any(path.is_dir() for path in paths):
         raise UsageError("give either run directories or recipes; the recipe of a run is RUN/recipe.yaml")
-    plan = plan_comparison(paths, words, seeds, name, weights)
+    else:
+        plan = plan_comparison(paths, words, seeds or 1, name, weights)
+    return _train(plan, budget, gpus, svg)
+
+
+def _train(plan: ExperimentPlan, budget: str | None, gpus: int, svg: Path | None) -> Result:
+    from zero2all.experiments import open_experiment, run_experiment, write_suggestion
+    from zero2all.experiments.comparison import curves_plot
+    from zero2all.experiments.report import check_command
+    from zero2all.recipe import load_recipe
+    from zero2all.track.experiment_record import MIXTURE_SEARCH
+
     run_experiment(plan, budget, gpus)
-    return open_experiment(plan.directory)
+    comparison = open_experiment(plan.directory)
+    record = comparison.record
+    if record.kind == "compare":
+        return _report(comparison, curves_plot(comparison), svg)
+    result = _report(comparison, record.plot, svg or plan.directory / "sweep.svg")
+    given = plan.variants[0].record
+    suggestion = None
+    if record.kind == MIXTURE_SEARCH:
+        recipe = load_recipe(Path(given.recipe), given.overrides)
+        suggestion = write_suggestion(recipe, record, plan.directory)
+    if suggestion is None:
+        return result
+    text = f"suggestion written to {suggestion}\ncompare it with the recipe: {check_command(record, suggestion)}"
+    return Result(result.data, f"{result.text}\n\n{text}")
 
 
 def _one(paths: list[Path], option: str) -> Path:
     if len(paths) > 1:
         raise UsageError(f"{option} is for one recipe")
     return paths[0]
-
-
-def _search_mixture(
-    recipe: Path, words: list[str], mixtures: int, seeds: int, name: str | None, weights: dict[str, float] | None,
-    budget: str | None, gpus: int, html: Path | None, svg: Path | None,
-) -> Result:  # fmt: skip
-    from zero2all.experiments import open_experiment, plan_mixtures, run_experiment, write_suggestion
-    from zero2all.experiments.report import check_command
-    from zero2all.recipe import load_recipe
-
-    plan = plan_mixtures(recipe, words, mixtures, seeds, name, weights)
-    run_experiment(plan, budget, gpus)
-    comparison = open_experiment(plan.directory)
-    result = _report(comparison, comparison.record.plot, html, svg or plan.directory / "sweep.svg")
-    suggestion = write_suggestion(load_recipe(recipe, words), comparison.record, plan.directory)
-    if suggestion is None:
-        return result
-    check = check_command(comparison.record, suggestion)
-    text = f"suggestion written to {suggestion}\ncompare it with the recipe: {check}"
-    return Result(result.data, f"{result.text}\n\n{text}")
 
 
 @dataclass(frozen=True)
@@ -245,7 +231,7 @@ def _train_family(family: Family, seeds: int, name: str | None, gpus: int, svg: 
     return Result(report, f"{ladder_text(report)}\n\n{_plot_text(plot)}\n\nplot written to {path}")
 
 
-def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: Path | None) -> Result:
+def _report(comparison: Comparison, plot: Plot | None, svg: Path | None) -> Result:
     from zero2all.charts.svg import line_svg
     from zero2all.experiments import build_report, report_text
     from zero2all.io import write_text
@@ -257,9 +243,6 @@ def _report(comparison: Comparison, plot: Plot | None, html: Path | None, svg: P
     if svg is not None and plot is not None:
         write_text(svg, line_svg(plot))
         parts.append(f"plot written to {svg}")
-    if html is not None:
-        _write_html(comparison, html)
-        parts.append(f"report written to {html}")
     return Result(report, "\n\n".join(parts))
 
 
@@ -272,18 +255,3 @@ def _plot_text(plot: Plot) -> str:
     out = StringIO()
     Console(file=out, force_terminal=sys.stdout.isatty(), width=200).print(line_text(plot), soft_wrap=True)
     return out.getvalue().rstrip("\n")
-
-
-def _write_html(comparison: Comparison, path: Path) -> None:
-    from zero2all.errors import need
-    from zero2all.io import write_text
-
-    need("starlette", "track")
-    from zero2all.track.html_report import report_html
-    from zero2all.track.run_locations import LocalRunLocation
-    from zero2all.track.run_view import RunView
-
-    runs = [RunView(LocalRunLocation(directory)) for directory in comparison.directories.values()]
-    for run in runs:
-        run.read_to_end()
-    write_text(path, report_html(runs))

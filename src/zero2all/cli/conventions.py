@@ -63,6 +63,19 @@ RecipeOrPreset = Annotated[
 RunPath = Annotated[
     Path, typer.Argument(help="The run directory, or the output directory that contains it.", metavar="RUN")
 ]
+Target = Annotated[
+    str,
+    typer.Argument(help="A run, a checkpoint of a run or a Hugging Face directory.", metavar="RUN|CHECKPOINT|HF_DIR"),
+]
+CheckpointStep = Annotated[
+    int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", min=1, help="Tensor parallelism: number of ranks, started with 'z2a launch'.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, help="Pipeline parallelism: number of ranks, started with 'z2a launch'.")
+]
 
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Number of local processes. Default: one per core.")

@@ -1,10 +1,12 @@
-"""z2a corpus fetch | build | sniff | report | export | generate"""
+"""z2a corpus fetch | build | sniff | report | export | generate | quality train"""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,6 +25,10 @@ from zero2all.cli.conventions import (
 )
 from zero2all.errors import UsageError
 from zero2all.paths import to_path
+
+if TYPE_CHECKING:
+    from zero2all.corpus.fetch import FetchResult
+    from zero2all.corpus.fetch.remote_file import RemoteFile
 
 FilePath = Annotated[str, typer.Argument(help="The file, directory or URL to read.", metavar="PATH")]
 
@@ -59,11 +65,6 @@ def quality_train(
 
     metadata = asdict(train_quality_model(document_texts(good), document_texts(bad), out))
     return Result({"out": str(out), **metadata}, f"written to {out}.npz: {metadata}")
-
-
-@app.callback()
-def corpus_group() -> None:
-    """Turn raw files into clean, deduplicated documents."""
 
 
 @app.command()
@@ -119,15 +120,26 @@ def fetch(
 
     Example: z2a corpus fetch hf://datasets/Salesforce/wikitext --include wikitext-2-v1 --to raw
     """
-    from zero2all.cli.fetch_command import fetch_options, fetched, listed
-    from zero2all.corpus.fetch import fetch_files, list_files
+    from zero2all.corpus.fetch import FetchOptions, fetch_files, list_files
+    from zero2all.corpus.fetch.sources import HUB_ENDPOINT
+    from zero2all.corpus.fetch.sources import FileSelection
 
-    options = fetch_options(include, exclude, revision, mirror, workers, sha256, max_size)
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise UsageError("--sha256: write the 64 hexadecimal digits of the checksum")
+    options = FetchOptions(
+        selection=FileSelection(tuple(include or ()), tuple(exclude or ())),
+        endpoint=mirror or os.environ.get("HF_ENDPOINT") or HUB_ENDPOINT,
+        token=os.environ.get("HF_TOKEN", "").strip() or None,
+        revision=revision,
+        workers=workers,
+        sha256=sha256,
+        max_size=parse_size("--max-size", max_size),
+    )
     if list_only:
-        return listed(list_files(sources, options))
+        return _listed(list_files(sources, options))
     if to is None:
         raise UsageError("say where to download to: --to DIR")
-    return fetched(fetch_files(sources, to, options))
+    return _fetched(fetch_files(sources, to, options))
 
 
 @app.command()
@@ -239,7 +251,6 @@ def export(
     compression: Annotated[
         Literal["none", "gzip", "zstd"], typer.Option("--compression", help="Compression of the files.")
     ] = "none",
-    workers: Workers = None,
     json: Json = False,
 ) -> Result:
     """Write the documents as JSON lines or plain text.
@@ -257,7 +268,7 @@ def export(
     documents = to_path(source)
     if not (documents / MANIFEST).exists():
         documents = load_recipe(Path(source), overrides).documents_dir
-    engine = Engine(workers=workers or available_cores())
+    engine = Engine(workers=available_cores())
     exported = export_documents(documents, to, options, engine)
     counts = f"{count_text(exported.documents, 'document')}, {show_bytes(exported.bytes)}"
     text = f"{counts} in {count_text(len(exported.files), 'file')} in {to}"
@@ -272,10 +283,7 @@ def generate(
     endpoint: Annotated[str, typer.Option(help="OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")],
     model: Annotated[str, typer.Option(help="Name of the model at the endpoint.")],
     count: Annotated[int, typer.Option(min=1, help="Number of conversations that the file should have.")] = 100,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.9,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Number of requests at the same time.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the examples that are shown.")] = 0,
     json: Json = False,
 ) -> Result:
     """Write new conversations with a model behind an endpoint.
@@ -287,7 +295,37 @@ def generate(
     """
     from zero2all.corpus.generate import GenerateOptions, generate_conversations
 
-    options = GenerateOptions(endpoint, model, count, max_tokens, temperature, workers, seed=seed)
+    options = GenerateOptions(endpoint, model, count, workers=workers)
     made = generate_conversations(seeds, to, options)
     text = f"{made.total} conversations in {to}, {made.written} of them new; {made.too_similar} were too similar"
     return Result({"out": str(to), **asdict(made)}, text)
+
+
+def _listed(files: list[RemoteFile]) -> Result:
+    from zero2all.units import show_bytes
+
+    known = [file.size for file in files if file.size is not None]
+    unknown = f", {len(files) - len(known)} of unknown size" if len(known) < len(files) else ""
+    lines = [f"{'?' if file.size is None else show_bytes(file.size):>8}  {file.path}" for file in files]
+    data = {"files": [{"path": file.path, "size": file.size} for file in files], "bytes": sum(known)}
+    return Result(data, "\n".join([*lines, f"{show_bytes(sum(known)):>8}  in {len(files)} files{unknown}"]))
+
+
+def _fetched(result: FetchResult) -> Result:
+    import yaml
+
+    from zero2all.units import show_bytes, show_seconds
+
+    there = result.files - result.downloaded_files
+    text = (
+        f"{result.files} files, {show_bytes(result.bytes)} in {result.to}: "
+        f"{show_bytes(result.downloaded_bytes)} downloaded in {show_seconds(result.seconds)}"
+        + (f", {there} files were there already" if there else "")
+    )
+    if result.sources:
+        sources = [
+            source.model_dump(mode="json", exclude_unset=True, exclude_defaults=True) for source in result.sources
+        ]
+        entry = yaml.safe_dump({"corpus": {"sources": sources}}, allow_unicode=True, sort_keys=False)
+        text += f"\n\nfor the recipe:\n{entry}\n'z2a corpus sniff {result.sources[0].paths[0]}' shows its fields"
+    return Result(result, text)

@@ -43,7 +43,7 @@ def doctor(
     from zero2all.environment import JOB_SECRET_VARIABLE, STORE_VARIABLE
 
     if calibrate is not None:
-        return write_calibration(calibrate, directory)
+        return write_calibration(calibrate)
     store = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # The agents' store: every node reaches it, even if the connection to the first node is broken.
@@ -59,8 +59,8 @@ def doctor(
     return result
 
 
-def write_calibration(path: Path, directory: Path) -> Result:
-    """Matrix products, a training step, memory, link and disk, as an entry of the hardware table."""
+def write_calibration(path: Path) -> Result:
+    """Matrix products, a training step, memory and link, as an entry of the hardware table."""
     import torch
 
     from zero2all.bench.calibrate import measure_machine
@@ -72,20 +72,8 @@ def write_calibration(path: Path, directory: Path) -> Result:
 
     preset = "z2all-1.1b" if torch.cuda.is_available() else "z2all-10m"
     reference = fill_hyperparameters(load_recipe_or_preset(preset))
-    found = measure_machine(reference, directory)
-    entry = calibrated_entry(
-        name=path.stem,
-        source=f"measured on {found.device_name}",
-        reference=reference,
-        step_seconds=found.step_seconds,
-        flops=max(found.product_flops.values()),
-        precision=found.dtype,
-        memory=found.memory,
-        memory_bandwidth=found.memory_bandwidth,
-        link_bandwidth=found.link_bandwidth,
-        multiprocessors=found.multiprocessors,
-        ranks_per_node=found.ranks_per_node,
-    )
+    found = measure_machine(reference)
+    entry = calibrated_entry(path.stem, found, reference)
     kept = user_entry_path(hardware_key(pick_device(reference.train.device)))
     kept.parent.mkdir(parents=True, exist_ok=True)
     for place in (path, kept):
@@ -96,7 +84,6 @@ def write_calibration(path: Path, directory: Path) -> Result:
         f"step of {preset}: {found.step_seconds:.3g} s; its products reach {entry.efficiency:.2f} of the best",
         f"memory {found.memory_bandwidth / 1e9:.1f} GB/s"
         + (f", link between ranks {found.link_bandwidth / 1e9:.2f} GB/s" if found.link_bandwidth else ""),
-        f"disk of {directory}: written {found.disk_write / 1e6:,.0f} MB/s, read {found.disk_read / 1e6:,.0f} MB/s",
         f"written to {path}; plan with it: z2a plan RECIPE --gpus 1 --gpu {path}",
         f"kept as {kept}: runs of 'z2a train' on this hardware are planned with it, and 'z2a watch --html' compares",
     ]

@@ -1,26 +1,59 @@
-"""z2a eval loss | probes | bench | watch | report | stories | lm-eval"""
+"""z2a eval loss | probes | bench | watch | report | lm-eval | stories"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer.core import TyperGroup
 
-from zero2all.cli import eval_bench, eval_lm_eval, eval_probes, eval_report, eval_watch
-from zero2all.cli.conventions import Json, Result, RunPath, command
-from zero2all.cli.eval_bench import Target
-from zero2all.cli.groups import EvalGroup
-from zero2all.cli.runs import CheckpointStep, PipelineParallel, TensorParallel
+from zero2all.cli.conventions import (
+    CheckpointStep,
+    Json,
+    PipelineParallel,
+    Result,
+    RunPath,
+    Target,
+    TensorParallel,
+    command,
+)
 from zero2all.errors import UsageError
 
+
+class EvalGroup(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            words = " ".join(["z2a eval loss", *args])
+            raise typer.BadParameter(f"'z2a eval' is a group of commands: write '{words}'", ctx)
+        return super().resolve_command(ctx, args)
+
+
+Suites = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--suite",
+        help="A YAML file of probes, or one of the built-in suites english, chinese, stories. Repeatable. "
+        "Default: english and chinese; for a run on the built-in stories, stories.",
+        metavar="FILE|NAME",
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Argument(help="Names of benchmarks, such as arc_easy. Default: all in the directory.", metavar="[TASK]..."),
+]
+Forms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--form",
+        help="How multiple-choice questions are asked: score the text of each option (cloze), its letter (letter), or "
+        "the letter after a chain of thought (cot). Repeat it to compare. Default: that of the task.",
+        metavar="cloze|letter|cot",
+    ),
+]
+
 app = typer.Typer(cls=EvalGroup, help="Evaluate trained models.", no_args_is_help=True)
-
-
-@app.callback()
-def eval_group() -> None:
-    """Evaluate trained models."""
 
 
 @app.command("loss")
@@ -101,11 +134,202 @@ def _parse_test_sets(words: list[str]) -> dict[str, str]:
         raise UsageError(f"--test-set: {error.errors()[0]['msg']}") from error
 
 
-app.command("probes")(eval_probes.eval_probes)
-app.command("bench")(eval_bench.eval_bench)
-app.command("watch")(eval_watch.eval_watch)
-app.command("report")(eval_report.eval_report)
-app.command("lm-eval")(eval_lm_eval.eval_lm_eval)
+@app.command("probes")
+@command
+def eval_probes(
+    target: Target,
+    suite: Suites = None,
+    steps: Annotated[
+        Literal["newest", "all"], typer.Option("--steps", help="Evaluate the newest checkpoint of a run, or all.")
+    ] = "newest",
+    json: Json = False,
+) -> Result:
+    """Measure probabilities of continuations and sentences.
+
+    The values of a run's checkpoints are added to its evals.jsonl, and 'z2a watch' shows them as curves. With several
+    checkpoints, a test tells which probes trend as expected.
+
+    Example: z2a eval probes runs/first --steps all
+    """
+    from zero2all.evals.probe_suite import load_suite
+    from zero2all.evals.probes import default_suites, evaluate_checkpoints, find_checkpoints, format_probes
+
+    suites = [load_suite(name) for name in suite or []]  # mistakes in them come before the weights are read
+    locations = find_checkpoints(target, steps)
+    suites = suites or [load_suite(name) for name in default_suites(locations[0].run)]
+    report = evaluate_checkpoints(target, locations, suites)
+    return Result(report, format_probes(report))
+
+
+@app.command("bench")
+@command
+def eval_bench(
+    target: Target,
+    tasks: Tasks = None,
+    data: Annotated[Path, typer.Option("--data", help="The directory with the files of the benchmarks.")] = Path(
+        "eval"
+    ),
+    form: Forms = None,
+    shots: Annotated[
+        int | None, typer.Option("--shots", min=0, help="Number of examples in a prompt. Default: that of the task.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", min=1, help="Ask this many items of each task, chosen at random, to save time. Default: all."
+        ),
+    ] = None,
+    mutate: Annotated[
+        bool,
+        typer.Option("--mutate", help="Also ask changed questions, on which a model that memorized them does worse."),
+    ] = False,
+    train_on_questions: Annotated[
+        bool,
+        typer.Option(
+            "--train-on-questions",
+            help="Also ask after training a copy of the model on the questions without their answers, which makes a "
+            "model that has seen the answers recall them.",
+        ),
+    ] = False,
+    contamination: Annotated[
+        bool,
+        typer.Option(
+            "--contamination", help="Compare items with the training documents, and evaluate the clean ones apart."
+        ),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="A second model: the differences, with confidence intervals. Default: none."),
+    ] = None,
+    step: CheckpointStep = None,
+    unsafe_code: Annotated[
+        bool,
+        typer.Option("--unsafe-code", help="Run code that the model writes without a sandbox, if none works here."),
+    ] = False,
+    json: Json = False,
+) -> Result:
+    """Evaluate a model on benchmarks in local files.
+
+    Prints accuracy, chance and the bits-per-byte of the right answer, which improves long before accuracy does.
+
+    Example: z2a eval bench runs/first arc_easy cmmlu --data eval --limit 500
+    """
+    from zero2all.evals import open_target
+    from zero2all.evals.bench import BenchOptions, Form, find_tasks, format_report, run_bench
+
+    if not find_tasks(data):  # before the model is loaded
+        raise UsageError(f"{data} has no files of a known benchmark: give their directory with --data")
+    forms = [one for one in get_args(Form) if one in (form or ())]
+    if unknown := set(form or ()) - set(forms):
+        raise UsageError(f"--form {unknown.pop()}: one of {', '.join(get_args(Form))}")
+    options = BenchOptions(tuple(forms), shots, limit, mutate, train_on_questions, contamination, unsafe_code)
+    targets = [open_target(target, step), *([open_target(against)] if against is not None else [])]
+    report = run_bench(targets, data, tasks or (), options)
+    return Result(report, format_report(report))
+
+
+@app.command("watch")
+@command
+def eval_watch(
+    run: RunPath,
+    tasks: Tasks = None,
+    suite: Suites = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", help="The directory with the files of benchmarks. Default: no benchmarks.", metavar="DIR"
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of items of a benchmark.")] = 200,
+    once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
+    json: Json = False,
+) -> Result:
+    """Evaluate each new checkpoint of a run beside training.
+
+    Runs until the run ends, on any machine that sees its directory. Values are added to evals.jsonl, and 'z2a watch'
+    shows them. Keep checkpoints long enough for it: checkpoint.keep_latest.
+
+    Example: z2a eval watch runs/first arc_easy --data eval
+    """
+    from zero2all.evals.probe_suite import load_suite
+    from zero2all.evals.probes import default_suites
+    from zero2all.evals.watch import WatchOptions, watch_run
+    from zero2all.train import Run
+
+    suites = [load_suite(name) for name in suite or default_suites(Run.open(run))]
+    report = watch_run(str(run), WatchOptions(tuple(suites), data, tuple(tasks or ()), limit), once=once)
+    lines = [f"{len(report.evaluated)} checkpoints evaluated", *map(str, report.verdicts)]
+    return Result(report, "\n".join(lines))
+
+
+@app.command("report")
+@command
+def eval_report(
+    runs: Annotated[list[str], typer.Argument(help="Run directories.", metavar="RUN...")],
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report with plots to this HTML file. Default: none.")
+    ] = None,
+    json: Json = False,
+) -> Result:
+    """Compare the evaluated checkpoints of runs.
+
+    Prints Markdown: the values that 'z2a eval watch' and 'z2a eval probes' have recorded.
+
+    Example: z2a eval report runs/first runs/deeper --html evals.html
+    """
+    from zero2all.evals.report import read_evals, report_html, report_markdown
+    from zero2all.io import write_text
+
+    found = read_evals(runs)
+    if html is not None:
+        write_text(html, report_html(found))
+    return Result({"runs": found}, report_markdown(found))
+
+
+@app.command("lm-eval")
+@command
+def eval_lm_eval(
+    target: Target,
+    tasks: Annotated[list[str], typer.Argument(help="Names of lm-eval tasks.", metavar="TASK...")],
+    include_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--include-path",
+            help="A directory with YAML files of further tasks. Default: those of lm-eval.",
+            metavar="DIR",
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", min=0, help="Number of examples in a prompt. Default: the task's.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Maximum number of items of each task, to save time. Default: all."),
+    ] = None,
+    step: CheckpointStep = None,
+    json: Json = False,
+) -> Result:
+    """Run tasks of lm-eval on a checkpoint, without conversion.
+
+    Needs lm-eval: pip install 'zero2all[lm-eval]'. Tasks that lm-eval downloads need a network; --include-path adds
+    tasks on local files.
+
+    Example: z2a eval lm-eval runs/first arc_easy --limit 200
+    """
+    from zero2all.errors import need
+
+    need("lm_eval", "lm-eval")
+    from zero2all.evals.lm_eval_model import run_lm_eval
+    from zero2all.evals.target import open_target
+
+    metrics = run_lm_eval(open_target(target, step), tasks, include_path, num_fewshot, limit)
+    lines = [
+        f"{one.task}  {one.metric} {one.value:.4f}"
+        + ("" if one.stderr is None else f" ± {one.stderr:.4f}")
+        + f"  ({one.items} items)"
+        for one in metrics
+    ]
+    return Result({"metrics": metrics}, "\n".join(lines))
 
 
 @app.command("stories")
@@ -113,7 +337,6 @@ app.command("lm-eval")(eval_lm_eval.eval_lm_eval)
 def eval_stories(
     run: RunPath,
     count: Annotated[int, typer.Option("--count", min=1, help="Number of stories to generate.")] = 200,
-    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     step: CheckpointStep = None,
     json: Json = False,
 ) -> Result:
@@ -127,5 +350,5 @@ def eval_stories(
     from zero2all.train import Run
 
     opened = Run.open(run)
-    evaluation = evaluate_stories(opened.load_model(step), opened.tokenizer(), count, seed)
+    evaluation = evaluate_stories(opened.load_model(step), opened.tokenizer(), count)
     return Result(evaluation, story_quality_line(evaluation.quality))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,11 +16,6 @@ from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
 from zero2all.errors import UsageError, Z2aError
 from zero2all.network import DEFAULT_PORT, HostPort, OverlayKind
 from zero2all.processes import require_linux
-
-if TYPE_CHECKING:
-    from zero2all.elastic.job_files import JobResources
-    from zero2all.elastic.launcher import LaunchConfig
-
 
 RankCommand = Annotated[
     list[str] | None,
@@ -132,9 +127,6 @@ RdzvTimeout = Annotated[
     float,
     typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the rendezvous server to appear.", hidden=True),
 ]
-ReportDir = Annotated[
-    Path, typer.Option("--report-dir", help="Directory for the failure reports of a script.", hidden=True)
-]
 Grace = Annotated[
     float,
     typer.Option(
@@ -145,14 +137,6 @@ Readmit = Annotated[
     bool,
     typer.Option(
         "--readmit", help="Come back to a job that has excluded this node, after it was repaired.", hidden=True
-    ),
-]
-NodeTest = Annotated[
-    bool,
-    typer.Option(
-        "--node-test/--no-node-test",
-        help="After a hang or a crash by signal, test the nodes in pairs before the restart, and exclude a bad one.",
-        hidden=True,
     ),
 ]
 Stragglers = Annotated[
@@ -209,15 +193,6 @@ Emit = Annotated[
 ]
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.", hidden=True)]
 Image = Annotated[str, typer.Option("--image", help="Container image of the Kubernetes job.", hidden=True)]
-GpusPerNode = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus-per-node",
-        min=0,
-        help="GPUs per node, for --emit. Default: one per rank, or none if train.device is cpu.",
-        hidden=True,
-    ),
-]
 
 
 @resumable_command
@@ -237,18 +212,15 @@ def launch(
     hang_after: HangAfter = None,
     grace: Grace = 110,
     readmit: Readmit = False,
-    node_test: NodeTest = True,
     stragglers: Stragglers = "warn",
     notify: Notify = None,
     numa_binding: NumaBinding = "auto",
     island: Island = None,
     islands_endpoint: IslandsEndpoint = None,
     rdzv_timeout: RdzvTimeout = 60,
-    report_dir: ReportDir = Path("z2a-reports"),
     check: Check = False,
     emit: Emit = None,
     image: Image = "zero2all:latest",
-    gpus_per_node: GpusPerNode = None,
     job_name: JobName = "z2a",
     help_all: HelpAll = False,
     json: Json = False,
@@ -272,8 +244,8 @@ def launch(
 
     launch_config = LaunchConfig(
         rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
-        max_restarts, hang_after, grace, rdzv_timeout, numa_binding, report_directory=report_dir,
-        node_policy=NodePolicy(readmit, node_test, stragglers, notify), listen_ranks=listen, overlay=overlay,
+        max_restarts, hang_after, grace, rdzv_timeout, numa_binding,
+        node_policy=NodePolicy(readmit, stragglers, notify), listen_ranks=listen, overlay=overlay,
         backend=backend, island=island, islands_endpoint=islands_endpoint,
     )  # fmt: skip
     if emit is None:
@@ -284,19 +256,14 @@ def launch(
         return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
-    if gpus_per_node is None:
-        gpus_per_node = nproc_per_node if _uses_gpus(rank_command) else 0
-    return _emit_job(launch_config, emit, job_name, gpus_per_node, image)
-
-
-def _emit_job(launch_config: LaunchConfig, emit: JobFile, name: str, gpus: int, image: str) -> Result:
-    from zero2all.elastic.job_files import JobResources
-
-    if launch_config.island is not None:
+    if island is not None:
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
-    text = _job_file(launch_config, emit, JobResources(name, gpus, image))
+    from zero2all.elastic.job_files import JOB_FILES, JobResources
+
+    gpus = nproc_per_node if _uses_gpus(rank_command) else 0
+    text = JOB_FILES[emit](launch_config, JobResources(job_name, gpus, image))
     return Result({"emit": emit, "text": text}, text)
 
 
@@ -319,18 +286,6 @@ def _uses_gpus(rank_command: list[str]) -> bool:
         return load_recipe(recipe, [word for word in overrides if not word.startswith("-")]).train.device != "cpu"
     except (Z2aError, OSError):  # a script, another command, or a recipe that is only on the cluster
         return "train.device=cpu" not in overrides
-
-
-def _job_file(launch_config: LaunchConfig, emit: JobFile, resources: JobResources) -> str:
-    from zero2all.elastic import job_files
-
-    emitters = {
-        "slurm": job_files.slurm_script,
-        "k8s": job_files.indexed_job,
-        "trainjob": job_files.train_job,
-        "pytorchjob": job_files.pytorch_job,
-    }
-    return emitters[emit](launch_config, resources)
 
 
 def _serve_rendezvous(rank_command: list[str] | None, listen: str | None, secret_file: Path | None) -> Result:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from zero2all import __version__
 from zero2all.cli import (
@@ -27,10 +28,49 @@ from zero2all.cli import (
 )
 from zero2all.cli import eval as eval_command
 from zero2all.cli import plan as plan_command
-from zero2all.cli import quickstart as quickstart_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
-from zero2all.cli.groups import PanelGroup
 from zero2all.processes import stop_on_signals
+
+PANELS = {
+    "Data": ("corpus", "tokenizer", "tokens"),
+    "Train": ("quickstart", "recipe", "plan", "train", "compare"),
+    "Runs": ("watch", "blame", "ckpt", "chat", "serve", "export"),
+    "Cluster": ("launch", "doctor"),
+    "Measure": ("eval", "bench"),
+}
+
+
+SUGGESTIONS = {
+    "generate": "chat RUN --prompt TEXT",
+    "goodput": "watch RUN --once",
+    "ladder": "compare RECIPE --widths N,N,...",
+    "model": "plan PRESET|RECIPE|HF_DIR --layers",
+    "profile": "bench profile RECIPE",
+    "rendezvous": "launch --rendezvous-only",
+    "report": "watch RUN --html FILE",
+    "tune": "plan RECIPE --try",
+    "sweep": "compare RECIPE KEY=VALUE,VALUE",
+}
+"""What to write for a word that is no command but names what one does."""
+
+
+class PanelGroup(TyperGroup):
+    """Prints its commands by panel, as plain text: help texts hold brackets that markup would take for tags."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SUGGESTIONS:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean 'z2a {SUGGESTIONS[args[0]]}'?")
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in PANELS.values() for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in PANELS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
 
 app = typer.Typer(
     name="z2a",
@@ -41,7 +81,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("quickstart")(quickstart_command.quickstart)
+app.command("quickstart")(runs.quickstart)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(tokenizer.app, name="tokenizer")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero2all.cli.conventions import Json, Overrides, Result, command
-from zero2all.cli.runs import Extend
 from zero2all.console import ProgressTask, progress
 from zero2all.errors import UsageError, Z2aError
 from zero2all.units import parse_count
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from zero2all.model.hf_weights import HFSummary
     from zero2all.planner.cluster import Cluster
     from zero2all.planner.run_cost import Pauses
-    from zero2all.recipe import ExtendMode, Recipe
+    from zero2all.recipe import Recipe
 
 PRESET_BATCH = ("train.batch_tokens=null", "train.micro_batch_tokens=auto")  # by scaling law and by memory
 PROGRESS_DELAY = 2.0  # seconds
@@ -43,7 +42,6 @@ class Question:
     tokens: int | None
     price: float | None
     pauses: Pauses
-    extend: ExtendMode | None
     layers: bool
     trace: bool
     svg: Path | None
@@ -108,11 +106,7 @@ Search = Annotated[
 ]
 Try = Annotated[
     bool,
-    typer.Option("--try", help="Find the fastest settings by trial runs here, and write a recipe with them."),
-]
-TunedRecipe = Annotated[
-    Path | None,
-    typer.Option("--out", help="The recipe that --try writes. Default: RECIPE with the ending .tuned.yaml."),
+    typer.Option("--try", help="Find the fastest settings by trial runs here, and write them to RECIPE.tuned.yaml."),
 ]
 
 
@@ -128,14 +122,12 @@ def plan(
     price: Price = None,
     stall: Stall = 5.0,
     recovery: Recovery = 300.0,
-    extend: Extend = None,
     layers: Layers = False,
     trace: Trace = False,
     svg: Pictures = None,
     against: Against = None,
     search: Search = False,
     try_: Try = False,
-    out: TunedRecipe = None,
     json: Json = False,
 ) -> Result:
     """Plan a run: memory, time, money and layout, without GPUs.
@@ -154,12 +146,10 @@ def plan(
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) > 1:
         raise UsageError(f"give only one of {' and '.join(chosen)}")
-    details = {"--layers": layers, "--trace": trace, "--svg": svg, "--against": against, "--extend": extend}
+    details = {"--layers": layers, "--trace": trace, "--svg": svg, "--against": against}
     if try_:
         _refuse("--try", {**details, "--net": net, "--tokens": tokens, "--price": price})
-        return _try(Path(recipe), overrides or [], gpu, gpus, out)
-    if out is not None:
-        raise UsageError("--out is for --try")
+        return _try(Path(recipe), overrides or [], gpu, gpus)
     from zero2all.planner.run_cost import Pauses
 
     with progress("planning", delay=PROGRESS_DELAY) as task:  # from here on, since the imports take seconds too
@@ -167,9 +157,9 @@ def plan(
         if gpu == HERE:
             _refuse("--gpu here", {name: details[name] for name in ("--trace", "--svg", "--against")})
             _refuse("--gpu here", {"--net": net, "--tokens": tokens, "--price": price})
-            return _measure(recipe, overrides or [], None if gpus is None else _one_count(gpus), extend, layers)
+            return _measure(recipe, overrides or [], None if gpus is None else _one_count(gpus), layers)
         counts = _gpu_counts(gpus or "8")
-        asked = Question(length, price, Pauses(stall, recovery), extend, layers, trace, svg, against)
+        asked = Question(length, price, Pauses(stall, recovery), layers, trace, svg, against)
         if len(counts) == 1 and not search:
             return _plan(recipe, overrides or [], gpu or "h100", counts[0], net, per_node, asked)
         named = [name for name in details if name != "--svg" and details[name]]
@@ -188,17 +178,17 @@ def _refuse(mode: str, options: dict[str, object]) -> None:
         raise UsageError(f"{given[0]} does not go with {mode}")
 
 
-def _try(recipe: Path, overrides: list[str], gpu: str | None, gpus: str | None, out: Path | None) -> Result:
+def _try(recipe: Path, overrides: list[str], gpu: str | None, gpus: str | None) -> Result:
     from zero2all.experiments.tune import TuneOptions, tune_recipe, tune_text
 
     try:
-        report = tune_recipe(recipe, overrides, TuneOptions(_one_count(gpus or "1"), gpu=gpu), out=out)
+        report = tune_recipe(recipe, overrides, TuneOptions(_one_count(gpus or "1"), gpu=gpu))
     except KeyboardInterrupt:
         raise Z2aError("interrupted; trials that ended are kept: run the same command again to continue") from None
     return Result(report, tune_text(report))
 
 
-def _measure(name: str, overrides: list[str], gpus: int | None, extend: ExtendMode | None, layers: bool) -> Result:
+def _measure(name: str, overrides: list[str], gpus: int | None, layers: bool) -> Result:
     from zero2all.hardware import pick_device, pick_gpu
     from zero2all.model.cost.describe import describe_model, model_text
     from zero2all.train.estimate import estimate_run
@@ -206,7 +196,7 @@ def _measure(name: str, overrides: list[str], gpus: int | None, extend: ExtendMo
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("--gpu here needs no ranks: use 'z2a plan' alone, with --gpus")
     recipe, weights = _open(name, overrides)
-    run = estimate_run(recipe, gpus, extend=extend)
+    run = estimate_run(recipe, gpus)
     model = describe_model(run.recipe, pick_device(run.recipe.train.device), pick_gpu("")) if layers else None
     lines = [*_weights_lines(weights, recipe), run.text, *(["", model_text(model)] if model else [])]
     return Result({"weights": weights, "training": run.estimate, "model": model}, "\n".join(lines))
@@ -276,7 +266,7 @@ def _plan(
         recipe = with_precision_of(fill_hyperparameters(recipe), cluster.gpu)
         recipe = with_hyperparameters(recipe, estimate_micro_batch(recipe, gpus, cluster.gpu.memory))
     else:
-        training = estimate_run(recipe, gpus, cluster.gpu, asked.extend)
+        training = estimate_run(recipe, gpus, cluster.gpu)
         recipe = training.recipe
     known = None if training is None else training.estimate.tokens
     planned = plan_run(recipe, cluster, asked.tokens or known, asked.price, asked.pauses)

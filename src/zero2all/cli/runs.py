@@ -1,4 +1,4 @@
-"""z2a train | export"""
+"""z2a quickstart | train | export"""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Overrides, RecipePath, Result, RunPath, Verbose, command, resumable_command
+from zero2all.cli.conventions import (
+    CheckpointStep,
+    Json,
+    Overrides,
+    RecipePath,
+    Result,
+    RunPath,
+    Verbose,
+    command,
+    resumable_command,
+)
 from zero2all.errors import UsageError
 
 ExportFormatChoice = Literal["hf", "gguf", "adapter"]
 ExportDtypeChoice = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-CheckpointStep = Annotated[
-    int | None, typer.Option("--step", help="Use the checkpoint of this step. Default: the newest.")
-]
-TensorParallel = Annotated[
-    int, typer.Option("--tp", min=1, help="Tensor parallelism: number of ranks, started with 'z2a launch'.")
-]
-PipelineParallel = Annotated[
-    int, typer.Option("--pp", min=1, help="Pipeline parallelism: number of ranks, started with 'z2a launch'.")
-]
 Extend = Annotated[
     Literal["constant", "rewarm", "as-planned"] | None,
     typer.Option(
@@ -44,6 +45,41 @@ NewRunName = Annotated[
         "Default: the keys name and run of the recipe.",
     ),
 ]
+
+
+@resumable_command
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Output directory of all stages.")],
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--corpus",
+            help="Text to train on: files or directories; several paths can follow. Default: generated stories.",
+        ),
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(help="More paths for --corpus, and recipe overrides such as train.steps=50."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Then fine-tune it on conversations, and check its answers.")
+    ] = False,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> Result:
+    """Train a small model end to end, in minutes on a CPU.
+
+    Without --corpus it trains on short stories in English and Chinese that it writes itself. With --chat it becomes a
+    model that answers, in the directory chat below --out: 'z2a chat' talks to it.
+
+    Example: z2a quickstart --corpus books/ notes/ --out runs/first
+    """
+    from zero2all.quickstart import quickstart, summary_text
+
+    overrides = [word for word in more or [] if "=" in word and not Path(word).exists()]
+    paths = [*(corpus or []), *(Path(word) for word in more or [] if word not in overrides)]
+    result = quickstart(out, paths, overrides, [] if chat else None)
+    return Result(result.to_json(), summary_text(result))
 
 
 @resumable_command

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from zero2all.cli.conventions import Json, Result, command
-from zero2all.cli.eval_bench import Target
-from zero2all.cli.runs import CheckpointStep
+from zero2all.cli.conventions import CheckpointStep, Json, Result, Target, command
 
 if TYPE_CHECKING:
     from zero2all.evals.target import TargetLocation
     from zero2all.model import Z2all
 
 KEY_VARIABLE = "Z2A_API_KEY"
+MAX_WAITING = 64  # requests in the queue: the server rejects more
 
 
 @command
@@ -26,16 +25,11 @@ def serve(
         str, typer.Option(help="Address to listen on. With 0.0.0.0 other machines can reach it.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the model in the API. Default: the directory.")
-    ] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Requests to generate at the same time.")] = 8,
     context: Annotated[
         int, typer.Option(min=2, help="Maximum tokens of a prompt with its answer; each slot has memory for them.")
     ] = 8192,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 4096,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")] = 600.0,
     dtype: Annotated[
         Literal["auto", "f32", "bf16"],
         typer.Option(help="Type of weights and cache. Default: bf16 on a GPU, else f32."),
@@ -67,11 +61,11 @@ def serve(
     found = find_target(target, step)
     begin_id = begin_token(found.run) if found.run is not None else found.tokenizer.begin_token_id
     is_base = not found.run.recipe.train.objective.is_chat if found.run else found.tokenizer.chat_template is None
-    served = ServedModel(name or _default_name(found), found.tokenizer, begin_id, is_base)
-    engine = Engine(_load(found, dtype), found.tokenizer, slots, max_waiting, context)
+    served = ServedModel(_name(found), found.tokenizer, begin_id, is_base)
+    engine = Engine(_load(found, dtype), found.tokenizer, slots, MAX_WAITING, context)
     given = os.environ.get(KEY_VARIABLE)
     key = given or secrets.token_urlsafe(24)
-    app = build_api(engine, served, key, ServerLimits(max_tokens=max_tokens, seconds=timeout))
+    app = build_api(engine, served, key, ServerLimits(max_tokens=max_tokens))
 
     def ready(bound: int) -> None:
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
@@ -101,5 +95,5 @@ def _load(found: TargetLocation, dtype: str) -> Z2all:
     return model
 
 
-def _default_name(found: TargetLocation) -> str:
+def _name(found: TargetLocation) -> str:
     return found.run.recipe.name if found.run is not None else found.directory.resolve().name

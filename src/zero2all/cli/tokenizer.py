@@ -27,11 +27,6 @@ TokenizerDir = Annotated[Path, typer.Argument(help="Tokenizer directory.", metav
 app = typer.Typer(help="Train, import, evaluate, inspect and export tokenizers.", no_args_is_help=True)
 
 
-@app.callback()
-def tokenizer_group() -> None:
-    """Train, import, evaluate, inspect and export tokenizers."""
-
-
 @app.command()
 @resumable_command
 def train(
@@ -39,17 +34,11 @@ def train(
     overrides: Overrides = None,
     workers: Workers = None,
     ray: Ray = None,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--max-memory", help="Memory limit for all processes together, such as 2GiB. Default: tokenizer.max_memory."
-        ),
-    ] = None,
     json: Json = False,
 ) -> Result:
     """Train a byte-level BPE tokenizer in bounded memory.
 
-    Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 --max-memory 4GiB
+    Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 tokenizer.max_memory=4GiB
     """
     from zero2all.engine import available_cores
     from zero2all.io import MANIFEST, read_json
@@ -57,8 +46,7 @@ def train(
     from zero2all.tokenizer import train_tokenizer
     from zero2all.tokenizer.manifest import KIND
 
-    memory = [f"tokenizer.max_memory={max_memory}"] if max_memory else []
-    loaded = load_recipe(recipe, [*(overrides or []), *memory])
+    loaded = load_recipe(recipe, overrides)
     where = task_engine(workers or available_cores(), ray)
 
     def before_replace() -> None:
@@ -111,14 +99,11 @@ def evaluate(
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Also write a bar chart to this SVG file. Default: none.")
     ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the table to this Markdown file. Default: none.")
-    ] = None,
     json: Json = False,
 ) -> Result:
     """Compare tokenizers on your text.
 
-    The table lists bytes per token by domain, fertility on names, numbers and code, and the round-trip rate.
+    The Markdown table lists bytes per token by domain, fertility on names, numbers and code, and the round-trip rate.
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """
@@ -136,8 +121,6 @@ def evaluate(
     table = render_table(evaluation)
     if svg is not None:
         write_text(svg, render_svg(evaluation))
-    if markdown is not None:
-        write_text(markdown, table + "\n")
     return Result(evaluation, table)
 
 
@@ -145,33 +128,24 @@ def evaluate(
 @command
 def inspect(
     directory: TokenizerDir,
-    text: Annotated[str | None, typer.Argument(help="The text to tokenize.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Read the text from this file. Default: the argument.")
-    ] = None,
+    text: Annotated[str, typer.Argument(help="The text to tokenize, or - to read it from stdin.")],
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write an HTML page to this file. Default: none.")
     ] = None,
-    special: Annotated[
-        bool, typer.Option("--special", help="Parse special-token strings in the text as special tokens.")
-    ] = False,
     json: Json = False,
 ) -> Result:
     """Show how a text is tokenized, in colour.
 
     Example: z2a tokenizer inspect runs/mine/tokenizer "春眠不觉晓 def f(x):" --html tokens.html
     """
-    from zero2all.errors import UsageError
     from zero2all.io import write_text
     from zero2all.tokenizer import Tokenizer
     from zero2all.tokenizer.token_spans import render_html, render_terminal, summary, token_spans
 
-    if (text is None) == (file is None):
-        raise UsageError("give a text, or a file with --file")
-    shown = text if file is None else file.read_bytes().decode("utf-8", "replace")
-    spans = token_spans(Tokenizer(directory), shown or "", special)
+    shown = sys.stdin.buffer.read().decode("utf-8", "replace") if text == "-" else text
+    spans = token_spans(Tokenizer(directory), shown)
     if html is not None:
-        write_text(html, render_html(spans, str(file) if file else "Tokens"))
+        write_text(html, render_html(spans, "Tokens"))
     data = {"tokens": [{"id": span.id, "text": span.display_text, "hex": span.data.hex()} for span in spans]}
     return Result(data, f"{render_terminal(spans, sys.stdout.isatty())}\n\n{summary(spans)}")
 
@@ -183,9 +157,6 @@ def extend(
     text: Annotated[list[str], typer.Option("--text", help="Text to learn new tokens from. Can be repeated.")],
     add: Annotated[int, typer.Option("--add", min=1, help="Number of tokens to add.")],
     out: Annotated[Path, typer.Option("--out", help="The directory of the new tokenizer.")],
-    min_frequency: Annotated[
-        int, typer.Option("--min-frequency", min=1, help="A pair is merged only if it occurs at least this often.")
-    ] = 2,
     characters: Annotated[
         Literal["any", "chinese"],
         typer.Option(
@@ -205,13 +176,7 @@ def extend(
     from zero2all.tokenizer.manifest import KIND
 
     made = extend_tokenizer(
-        directory,
-        document_texts(text),
-        add,
-        out,
-        min_frequency,
-        before_replace=_refuse_if_in_use(out),
-        characters=characters,
+        directory, document_texts(text), add, out, before_replace=_refuse_if_in_use(out), characters=characters
     )
     summary = f"{made.learned} new tokens, {made.vocab_size} in total, in {out}"
     return Result({"out": str(out), "kind": KIND, **asdict(made)}, summary)

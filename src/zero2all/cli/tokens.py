@@ -29,9 +29,6 @@ app = typer.Typer(help="Tokenize documents; show which tokens are learned.", no_
 def build(
     recipe: RecipePath,
     overrides: Overrides = None,
-    workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Number of local processes. One process already uses all cores.")
-    ] = 1,
     ray: Ray = None,
     verify: VerifyOutput = False,
     json: Json = False,
@@ -45,7 +42,7 @@ def build(
     from zero2all.units import show_count
 
     loaded = load_recipe(recipe, overrides)
-    where = task_engine(workers, ray)
+    where = task_engine(1, ray)  # a single process already uses all cores
 
     def before_replace() -> None:
         from zero2all.train.data_in_use import commands_beside, refuse_store_change

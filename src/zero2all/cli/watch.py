@@ -21,6 +21,7 @@ RunTargets = Annotated[
 Ssh = Annotated[str, typer.Option("--ssh", help="The ssh command to use, such as 'ssh -F other.config'.")]
 
 MAX_NAMES = 20  # of runs, in a line of the terminal
+SHOWN_DOCUMENTS = 20  # by loss
 
 
 @command
@@ -87,7 +88,6 @@ def watch(
 def blame(
     run: RunPath,
     step: Annotated[int, typer.Option("--step", help="The training step, counted from 0.")],
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of documents to print.")] = 20,
     lowest: Annotated[
         bool, typer.Option("--lowest", help="List the lowest loss first: text that the model knows, such as repeats.")
     ] = False,
@@ -98,7 +98,7 @@ def blame(
 ) -> Result:
     """List the documents of a step, highest loss first.
 
-    Losses are recomputed with the nearest checkpoint.
+    Losses are recomputed with the nearest checkpoint. Prints 20 documents; --json has all of them.
 
     Example: z2a blame runs/first --step 320
     """
@@ -113,7 +113,7 @@ def blame(
     else:
         result = blame_step(opened, step, lowest)
         lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
-    for document in result["documents"][: None if no_loss else top]:
+    for document in result["documents"][: None if no_loss else SHOWN_DOCUMENTS]:
         words = " ".join(document["text"].split())[:100]
         number = f"{document['sample']:>8}" if no_loss else f"{document['loss']:>8.4f}"
         facts = f"{number}  {document['source']:<12} {document['tokens']:>6} tokens"

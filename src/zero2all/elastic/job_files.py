@@ -28,7 +28,6 @@ SECRET_MODE = 0o440
 _OPTIONS = {
     "--max-restarts": "max_restarts", "--hang-after": "hang_after", "--grace": "grace",
     "--numa-binding": "numa_binding", "--listen": "listen_ranks", "--backend": "backend", "--overlay": "overlay",
-    "--report-dir": "report_directory",
 }  # fmt: skip
 """Options of ``z2a launch`` that every node gets, and the fields of a launch that they set."""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")  # the name of a Service; pods add their number
@@ -297,3 +296,7 @@ class _NoAliases(yaml.SafeDumper):
 
 def _yaml(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
+
+
+JOB_FILES = {"slurm": slurm_script, "k8s": indexed_job, "trainjob": train_job, "pytorchjob": pytorch_job}
+"""What ``z2a launch --emit`` writes, by the name of the format."""

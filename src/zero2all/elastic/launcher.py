@@ -229,8 +229,7 @@ class LaunchConfig:
             excluded, self.listen_ranks, check_network=not self._checks_network_itself, overlay=overlay,
         )  # fmt: skip
         counts = node_counts(self.command, self.procs, self.nodes)
-        policy = self.node_policy
-        settings = RendezvousSettings(counts, node_test=policy.node_test, stragglers=policy.stragglers)
+        settings = RendezvousSettings(counts, stragglers=self.node_policy.stragglers)
         island = [] if self.island is None else [f"island {self.island}"]  # islands may share a rendezvous
         return Rendezvous(config, settings, fingerprint([*self.command, *island]), self.procs)
 

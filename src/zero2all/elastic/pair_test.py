@@ -164,7 +164,7 @@ def _bad_devices(by_node: dict[int, list[DeviceCheck]]) -> dict[int, str]:
 def run_pair_test(endpoint: str, job: str, number: int, submit: Callable[[TurnReport], NextTurn]) -> NextTurn:
     """On the agent's side: ``submit`` sends the report of a turn to the rendezvous and returns the next one."""
     begin = time.monotonic()
-    say("checking the nodes before the restart: a node may be the cause (--no-node-test switches this off)")
+    say("checking the nodes before the restart: a node may be the cause")
     command = [sys.executable, "-m", "zero2all.elastic.pair_test", endpoint, job]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0

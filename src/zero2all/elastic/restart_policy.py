@@ -212,8 +212,6 @@ StragglerPolicy = Literal["warn", "exclude"]
 class NodePolicy:
     readmit: bool = False
     """This node comes back although it was excluded."""
-    node_test: bool = True
-    """Nodes are tested before the ranks restart after a failure that a node may have caused."""
     stragglers: StragglerPolicy = "warn"
     """What is done about a node that all others wait for."""
     notify: str | None = None
@@ -221,7 +219,7 @@ class NodePolicy:
 
     def arguments(self) -> list[str]:
         """Those that differ from their defaults, as words of a command line."""
-        found = [*(["--readmit"] if self.readmit else []), *([] if self.node_test else ["--no-node-test"])]
+        found = ["--readmit"] if self.readmit else []
         if self.stragglers != NodePolicy.stragglers:
             found += ["--stragglers", self.stragglers]
         if self.notify is not None and self.notify != os.environ.get(NOTIFY_VARIABLE):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,8 @@ from zero2all.units import show_count, show_seconds
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 120.0  # for a variant to save a checkpoint when the experiment is stopped
-TRIAL_SECONDS = 5.0  # of steps that a speed is measured on, at least,
+STALL_SECONDS = 900.0  # of a trial without a step, the first of which may compile
+TRIAL_SECONDS = 3.0  # of steps that a speed is measured on, at least,
 MIN_TRIAL_STEPS = 4  # and this many of them
 WARMUP_STEPS = 2  # before them
 MAX_REASON = 500  # characters
@@ -167,16 +168,10 @@ class _Runner:
             if key in self.record.step_seconds:
                 continue
             say(f"measuring the speed of {variant.record.group}")
-            recipe = trial_recipe(sized)
-            view = RunView(LocalRunLocation(recipe.run_dir))
-            shutil.rmtree(recipe.run_dir, ignore_errors=True)  # of a killed runner
-            try:
-                reason = run_process(self.plan.directory, recipe, TRIAL_RUN, self.ranks, partial(_is_measured, view))
-                seconds = _step_seconds(view)
-            finally:
-                shutil.rmtree(recipe.run_dir, ignore_errors=True)
+            trial = trial_recipe(sized)
+            seconds, reason = run_trial(self.plan.directory, trial, TRIAL_RUN, self.ranks, MIN_TRIAL_STEPS)
             if seconds is None:
-                raise Z2aError(f"the speed of {variant.record.group} could not be measured: {reason or 'no steps'}")
+                raise Z2aError(f"the speed of {variant.record.group} could not be measured: {reason}")
             self.record = replace(self.record, step_seconds={**self.record.step_seconds, key: seconds})
             self._save()
             steps = fix_length(sized, budget, self.record.step_seconds).train.steps
@@ -237,6 +232,41 @@ def run_process(directory: Path, recipe: Recipe, name: str, ranks: int, on_poll:
     return "" if process.returncode == 0 else _failure(process.returncode, log_path, begin)
 
 
+def run_trial(directory: Path, recipe: Recipe, name: str, ranks: int, steps: int) -> tuple[float | None, str]:
+    """Train a few steps. Returns the median seconds of a step after warm-up, or None and why there is none."""
+    shutil.rmtree(recipe.run_dir, ignore_errors=True)  # of a killed runner
+    watch = _TrialWatch(RunView(LocalRunLocation(recipe.run_dir)), steps)
+    try:
+        reason = run_process(directory, recipe, name, ranks, watch)
+        times = watch.read_times()
+    finally:
+        shutil.rmtree(recipe.run_dir, ignore_errors=True)
+    if not reason and len(times) <= steps:
+        reason = f"it made no {steps} steps after warm-up; see {directory / 'logs' / name}.log"
+    return (None, reason) if reason else (float(np.median(np.diff(times))), "")
+
+
+class _TrialWatch:
+    """Called while a trial runs: whether to end it."""
+
+    def __init__(self, view: RunView, steps: int) -> None:
+        self.view, self.steps = view, steps
+        self.seen, self.last_change = 0, time.monotonic()
+
+    def read_times(self) -> np.ndarray:
+        """Of the steps after warm-up."""
+        self.view.refresh()
+        return self.view.table([]).times[WARMUP_STEPS:]
+
+    def __call__(self) -> bool:
+        times = self.read_times()
+        if len(self.view.table([]).times) != self.seen:
+            self.seen, self.last_change = len(self.view.table([]).times), time.monotonic()
+        if time.monotonic() - self.last_change > STALL_SECONDS:
+            return True
+        return len(times) > self.steps and float(times[-1] - times[0]) > TRIAL_SECONDS
+
+
 class _Follower:
     """Shows how far a variant is. A run counts as one, so that the time left is that of the whole experiment."""
 
@@ -268,18 +298,6 @@ def _read_result(directory: Path) -> VariantResult:
     if evaluation is None:
         raise Z2aError(f"{directory} has no evaluation of its newest checkpoint")
     return run_result(run, evaluation)
-
-
-def _is_measured(view: RunView) -> bool:
-    view.refresh()
-    times = view.table([]).times[WARMUP_STEPS:]
-    return len(times) > MIN_TRIAL_STEPS and float(times[-1] - times[0]) > TRIAL_SECONDS
-
-
-def _step_seconds(view: RunView) -> float | None:
-    view.refresh()
-    times = view.table([]).times[WARMUP_STEPS:]
-    return float(np.mean(np.diff(times))) if len(times) > 1 else None
 
 
 def _failure(status: int, log: Path, begin: int) -> str:

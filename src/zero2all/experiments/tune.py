@@ -5,14 +5,11 @@ Every trial is recorded when it ends, so a tuner that is killed at any moment is
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 
 from zero2all.charts.table import UNKNOWN, text_table
@@ -20,7 +17,7 @@ from zero2all.console import heading, say, warn
 from zero2all.directory_lock import LockUser, lock_directory
 from zero2all.errors import UsageError, Z2aError
 from zero2all.experiments.budget import choose_batch, trial_recipe
-from zero2all.experiments.runner import MAX_REASON, WARMUP_STEPS, run_process
+from zero2all.experiments.runner import MAX_REASON, run_trial
 from zero2all.experiments.tune_grid import Candidate, TuneGrid, build_grid, with_values
 from zero2all.experiments.tune_search import Finalist, Point, find_fastest
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan
@@ -31,15 +28,11 @@ from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.recipe import Recipe, load_recipe, recipe_yaml
 from zero2all.recipe.edit import edit_recipe
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
 from zero2all.train.micro_batch import free_device_memory
 
 FORMAT = 1
 TUNE_FILE = "tune.json"  # in the directory of the experiment
 TUNED_SUFFIX = ".tuned.yaml"
-MIN_SECONDS = 3.0  # of steps that a speed is measured on
-STALL_SECONDS = 900.0  # without a step, the first of which may compile
 UNKNOWN_MEMORY = 1 << 60
 
 
@@ -109,21 +102,17 @@ class TuneOptions:
     """For the plan: a GPU, or the file of ``z2a doctor --calibrate``. Default: this machine."""
 
 
-def tune_recipe(
-    path: Path, words: Sequence[str], options: TuneOptions, name: str | None = None, out: Path | None = None
-) -> TuneReport:
-    """Find the fastest candidate, and write the recipe with it to ``out``."""
+def tune_recipe(path: Path, words: Sequence[str], options: TuneOptions) -> TuneReport:
+    """Find the fastest candidate, and write the recipe with it beside the recipe, as ``.tuned.yaml``."""
     from zero2all.experiments.stages import build_missing_stages
 
     loaded = load_recipe(path, list(words))
     if loaded.train.stages:
         raise UsageError("the recipe has stages, whose speeds differ: remove train.stages, and tune each shape alone")
-    out = out or path.with_name(f"{path.name if path.is_dir() else path.stem}{TUNED_SUFFIX}")
-    if out.exists() and out.samefile(path):
-        raise UsageError(f"--out {out} is the recipe itself: write to another file")
+    out = path.with_name(f"{path.name if path.is_dir() else path.stem}{TUNED_SUFFIX}")
     group = VariantGroup("tune", path, list(words), loaded, {})
-    plan = make_plan(name or f"tune-{path.stem}", "tune", [], [group], seeds=1)
-    with lock_directory(plan.directory, LockUser("tuner", plan.directory, "--name NAME"), patience=0):
+    plan = make_plan(f"tune-{path.stem}", "tune", [], [group], seeds=1)
+    with lock_directory(plan.directory, LockUser("tuner", plan.directory, "out=DIR"), patience=0):
         build_missing_stages(plan.variants[0].recipe, {})
         trials = Trials(plan, words, options)
         finalists = trials.run()
@@ -154,9 +143,7 @@ class Trials:
             return TuneRecord(FORMAT, key, free or UNKNOWN_MEMORY)
         record = read_record(TuneRecord, self.path)
         if record.key != key:
-            raise UsageError(
-                f"{self.directory} is of another recipe or other options: choose another --name, or remove it"
-            )
+            raise UsageError(f"{self.directory} is of another recipe or other options: remove it")
         return record
 
     def run(self) -> list[Finalist]:
@@ -197,41 +184,6 @@ class Trials:
 
     def tokens_per_second(self, seconds: float) -> float:
         return self.recipe.train.tokens_per_step / seconds
-
-
-def run_trial(directory: Path, recipe: Recipe, name: str, ranks: int, steps: int) -> tuple[float | None, str]:
-    """Train a few steps. Returns the median seconds of a step after warm-up, or None and why there is none."""
-    shutil.rmtree(recipe.run_dir, ignore_errors=True)  # of a killed tuner
-    watch = _TrialWatch(RunView(LocalRunLocation(recipe.run_dir)), steps)
-    try:
-        reason = run_process(directory, recipe, name, ranks, watch)
-        times = watch.read_times()
-    finally:
-        shutil.rmtree(recipe.run_dir, ignore_errors=True)
-    if not reason and len(times) <= steps:
-        reason = f"it made no {steps} steps after warm-up; see {directory / 'logs' / name}.log"
-    return (None, reason) if reason else (float(np.median(np.diff(times))), "")
-
-
-class _TrialWatch:
-    """Called while a trial runs: whether to end it."""
-
-    def __init__(self, view: RunView, steps: int) -> None:
-        self.view, self.steps = view, steps
-        self.seen, self.last_change = 0, time.monotonic()
-
-    def read_times(self) -> np.ndarray:
-        """Of the steps after warm-up."""
-        self.view.refresh()
-        return self.view.table([]).times[WARMUP_STEPS:]
-
-    def __call__(self) -> bool:
-        times = self.read_times()
-        if len(self.view.table([]).times) != self.seen:
-            self.seen, self.last_change = len(self.view.table([]).times), time.monotonic()
-        if time.monotonic() - self.last_change > STALL_SECONDS:
-            return True
-        return len(times) > self.steps and float(times[-1] - times[0]) > MIN_SECONDS
 
 
 def tuned_device(recipe: Recipe) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,38 +24,47 @@ MEASURED_LINK, UNKNOWN_LINK = "measured", "not measured"
 LARGEST_SHARE = 4.0  # of the best product: a step cannot be faster, but a measured peak can be too low
 
 
-def calibrated_entry(
-    name: str,
-    source: str,
-    reference: Recipe,
-    step_seconds: float,
-    flops: float,
-    precision: str,
-    memory: int,
-    memory_bandwidth: float,
-    link_bandwidth: float | None,
-    multiprocessors: int,
-    ranks_per_node: int,
-) -> Gpu:
+@dataclass(frozen=True)
+class MachineMeasurements:
+    device: str
+    """Type: cpu or cuda."""
+    device_name: str
+    dtype: str
+    """In which products and the step were computed."""
+    product_flops: dict[int, float]
+    """FLOPs per second of square matrix products, by size."""
+    step_seconds: float
+    """Of a training step of the reference recipe, the fastest of a few."""
+    memory: int
+    memory_bandwidth: float
+    """Bytes per second, read and written."""
+    link_bandwidth: float | None
+    """Bus bandwidth of a large all-reduce between two ranks; None with a single GPU."""
+    multiprocessors: int
+    ranks_per_node: int
+
+
+def calibrated_entry(name: str, found: MachineMeasurements, reference: Recipe) -> Gpu:
     """The one free number, the efficiency of products in a step, is that with which the plan of the reference recipe
     takes as long as was measured. It is then used for every other recipe."""
+    flops, link, step_seconds = max(found.product_flops.values()), found.link_bandwidth, found.step_seconds
     entry = Gpu(
         name,
         flops,
-        multiprocessors,
+        found.multiprocessors,
         16,
-        memory,
-        memory_bandwidth / MEMORY_EFFICIENCY,  # what was measured is what is reached
-        UNKNOWN_LINK if link_bandwidth is None else MEASURED_LINK,
-        (link_bandwidth or 1.0) / LINK_EFFICIENCY,
-        (link_bandwidth or 1.0) / LINK_EFFICIENCY,
-        source,
+        found.memory,
+        found.memory_bandwidth / MEMORY_EFFICIENCY,  # what was measured is what is reached
+        UNKNOWN_LINK if link is None else MEASURED_LINK,
+        (link or 1.0) / LINK_EFFICIENCY,
+        (link or 1.0) / LINK_EFFICIENCY,
+        f"measured on {found.device_name}",
         matmul_source=f"a training step of {reference.name} took {step_seconds:.3g} s",
-        gpus_per_node=ranks_per_node,
-        fp32_flops=flops if precision == "fp32" else None,
+        gpus_per_node=found.ranks_per_node,
+        fp32_flops=flops if found.dtype == "fp32" else None,
     )
     # A plan takes ``auto`` for bf16, which a CPU may not have: the step is planned in what it was measured in.
-    train = reference.train.model_copy(update={"precision": precision})
+    train = reference.train.model_copy(update={"precision": found.dtype})
     reference = reference.model_copy(update={"train": train})
     low, high = math.log(1e-4), math.log(LARGEST_SHARE)
     for _ in range(60):  # halving

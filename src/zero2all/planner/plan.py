@@ -8,23 +8,19 @@ from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
 from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.keys import zero_stage
 from zero2all.planner.pipeline import schedule_runs
-from zero2all.planner.published import ZeroPaper, bloom_tflops
 from zero2all.planner.rank_plan import MemoryPlan, RankLayers, plan_layers, plan_recipe_memory
 from zero2all.planner.run_cost import (
     TOKENS_PER_PARAMETER,
     InferenceCost,
     Pauses,
     RunCost,
-    StageMemory,
     inference_cost,
-    later_stages,
     run_cost,
 )
 from zero2all.planner.step_time import FORWARD_AND_BACKWARD, StepTime, plan_step
 from zero2all.planner.sync_plan import SyncPlan, plan_sync
-from zero2all.planner.workload import Layout, Workload, largest_stage
+from zero2all.planner.workload import Layout, Workload, largest_stage, zero_stage
 from zero2all.recipe import Recipe
 
 
@@ -45,6 +41,32 @@ class Speed:
     palm_mfu: float
     bloom_tflops: float
     """By BLOOM's formula: 6 or, with activation checkpointing, 8 for each parameter."""
+
+
+@dataclass(frozen=True)
+class ZeroPaper:
+    """Bytes of weights, gradients and optimizer as https://arxiv.org/abs/1910.02054 counts them.
+
+    fp16 weights and gradients take 2 bytes per parameter each, fp32 weights and the two moments of Adam 12.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ranks: int
+    stages: list[int]
+    """On each of the ranks. Stage 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
+
+    @classmethod
+    def of(cls, parameters: int, ranks: int) -> ZeroPaper:
+        """``ranks`` are data-parallel.
+
+        >>> [round(size / 1e9, 1) for size in ZeroPaper.of(7_500_000_000, ranks=64).stages]
+        [120.0, 31.4, 16.6, 1.9]
+        """
+        optimizer, gradients, weights = in_order = (12 * parameters, 2 * parameters, 2 * parameters)
+        stages = [sum(in_order[:zero]) // ranks + sum(in_order[zero:]) for zero in range(4)]
+        return cls(weights, gradients, optimizer, ranks, stages)
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,6 @@ class Plan:
     speed: Speed
     run: RunCost
     inference: InferenceCost
-    later_stages: list[StageMemory]
     traffic: Exchanged
     sync: SyncPlan | None
     """Ways to synchronize its nodes; None on one node."""
@@ -121,7 +142,6 @@ def plan_run(
         ),
         traffic=Exchanged.of(workload, step, cluster.gpus, dims.dp),
         inference=inference_cost(workload, cluster),
-        later_stages=later_stages(workload, cluster),
         sync=plan_sync(recipe, stage, cluster),
     )
 
@@ -159,6 +179,17 @@ def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTim
             recomputes=layout.recompute == "full",
         ),
     )
+
+
+def bloom_tflops(
+    billions: float, seq_len: int, batch_samples: int, seconds: float, gpus: int, recomputes: bool
+) -> float:
+    """TFLOP/s of a GPU: model size x 4 x 2 x tokens, with 3 in place of 4 without activation checkpointing.
+
+    >>> round(bloom_tflops(52, 2048, 1024, seconds=127, gpus=64, recomputes=True), 1)
+    107.3
+    """
+    return billions * (4 if recomputes else 3) * 2 * seq_len * batch_samples / (seconds * gpus * 1e3)
 
 
 def _seconds_at_peak(workload: Workload, gpu: Gpu) -> float:

@@ -164,7 +164,7 @@ def _cost_lines(plan: Plan) -> list[str]:
     run, served = plan.run, plan.inference
     money = f", {run.money:,.0f} at {run.price:g} a GPU-hour" if run.money is not None else ""
     weights = ", ".join(f"{name} {show_bytes(size)}" for name, size in served.weights.items())
-    lines = [
+    return [
         f"run: {show_count(run.tokens)} tokens in {run.steps:,} steps, {show_flops(run.flops)}, "
         f"{show_seconds(run.hours * 3600)}, {run.gpu_hours:,.0f} GPU-hours without failures, "
         f"{run.gpu_hours / run.goodput:,.0f} with them{money}",
@@ -178,11 +178,7 @@ def _cost_lines(plan: Plan) -> list[str]:
         f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "
         f"{show_count(served.flops_per_token)} FLOPs a token; {served.gpus} GPU(s), at most "
         f"{served.tokens_per_second:,.0f} tok/s for one sequence",
-        "later stages, weights and optimizer of all GPUs:",
     ]
-    for stage in plan.later_stages:
-        lines.append(f"  {stage.name:<8}{show_bytes(stage.bytes):>9} on at least {stage.gpus} GPU(s): {stage.note}")
-    return lines
 
 
 def show_flops(flops: float) -> str:

@@ -19,7 +19,6 @@ from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
-from zero2all.planner.fsdp_units import FsdpUnits
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
 from zero2all.planner.workload import GPU, Layout, Unit, Workload
 from zero2all.recipe import Recipe
@@ -35,6 +34,7 @@ FRAGMENTATION = 0.05  # of what the allocator holds; less with PYTORCH_CUDA_ALLO
 USABLE_MEMORY = 0.95  # of a GPU, for a layout or a micro-batch that is chosen: the rest is for what no formula knows
 CONTEXT, GROUPS, MARGIN = "CUDA context", "communicators", "fragmentation margin"
 STORED, ACTIVATIONS, LOGITS, APART = "weights (stored)", "activations", "logits", "not at the same time"
+FP32_BYTES = 4
 _MANY = 2**20  # tokens for which coefficients are computed, so that rounding does not matter
 
 
@@ -211,6 +211,45 @@ class _StateBytes:
     gradient_buffers: int
     between_micro_batches: int
     """Gradients, if they stay unsharded."""
+
+
+@dataclass(frozen=True)
+class FsdpUnits:
+    """Unsharded elements of what FSDP gathers together, in a model or a pipeline stage, in the order of forward."""
+
+    first: int
+    """The embedding; 0 if it is with the rest."""
+    blocks: list[int]
+    last: int
+    """Last norm and head; 0 if they are with the rest."""
+    rest: int
+    """What the root holds, gathered for all of forward and backward."""
+
+    @property
+    def total(self) -> int:
+        return self.first + sum(self.blocks) + self.last + self.rest
+
+    def gathered_elements(self, frees: bool | int) -> int:
+        """At the worst moment of forward and backward, with the buffers of all-gathers.
+
+        ``frees`` is what FSDP does after forward (``reshard_after_forward``).
+        """
+        if frees is False:
+            return self.total
+        # A unit is copied out of the buffer of its all-gather while that of the unit before is still there. The last
+        # block stays gathered for its backward pass.
+        units = [unit for unit in (self.first, *self.blocks, self.last) if unit]
+        peak = max((before + 2 * unit for before, unit in itertools.pairwise([0, *units])), default=0)
+        peak = max(peak, 2 * (self.blocks[-1] + self.last)) if self.last and self.blocks else peak
+        freed = max(0, self.total - self.rest - peak)
+        return self.rest + peak + (0 if frees is True else freed // frees)
+
+    def gradient_buffers(self, itemsize: int) -> int:
+        """Bytes of gradients on their way: one unit is reduce-scattered from a buffer in fp32 while backward computes
+        the gradient of the next. Those of the root wait for the end."""
+        in_order = itertools.pairwise([self.last, *reversed(self.blocks), self.first, 0])
+        moving = [FP32_BYTES * reduced + itemsize * max(reduced, computed) for reduced, computed in in_order]
+        return max(max(moving) + itemsize * self.rest, (FP32_BYTES + itemsize) * self.rest)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,16 +9,15 @@ from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureM
 from zero2all.model.cost.model_size import kv_cache_bytes_per_token
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.published import INFERENCE_BYTES, failure_probability
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
-from zero2all.recipe.model import LoraConfig
 
 PLANNED_RATE = "0.27 % a card and day"
 FAILURES_PER_GPU_DAY = FAILURE_RATES[PLANNED_RATE]
 SERVED_BATCH = 8
-LORA_RANK = 16
 TRAINED_BYTES = 18  # per parameter: fp32 and bf16 weights, fp32 gradients, two moments of AdamW
+INFERENCE_BYTES = {"fp32 and bf16": 6, "fp32": 4, "bf16": 2, "int8": 1}
+"""For each parameter, by precision of the weights."""
 TOKENS_PER_PARAMETER = 20  # compute-optimal, https://arxiv.org/abs/2203.15556
 
 
@@ -53,6 +52,15 @@ def failure_costs(gpus: int, pauses: Pauses) -> list[FailureCost]:
         goodput = model.goodput(model.daly_interval)
         found.append(FailureCost(rate, model.mtbf, model.young_interval, model.daly_interval, goodput))
     return found
+
+
+def failure_probability(each: float, count: int) -> float:
+    """That at least one of ``count`` fails: 1 - (1 - p)^n.
+
+    >>> round(failure_probability(0.01, 128), 4)
+    0.7237
+    """
+    return float(1 - (1 - each) ** count)
 
 
 @dataclass(frozen=True)
@@ -148,43 +156,3 @@ def inference_cost(workload: Workload, cluster: Cluster, batch: int = SERVED_BAT
 
 def full_kv_cache(config: ModelConfig, batch: int, length: int) -> int:
     return kv_cache_bytes_per_token(config) * batch * length
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of weights, gradients and optimizer state of a later stage, over all GPUs."""
-
-    name: str
-    bytes: int
-    gpus: int
-    """That hold them, with a fifth of the memory left to activations."""
-    note: str
-
-
-def later_stages(workload: Workload, cluster: Cluster) -> list[StageMemory]:
-    """Fine-tuning of the model: all weights, adapters, preferences, and reinforcement learning."""
-    parameters, config = workload.parts.total, workload.config
-    full, frozen = TRAINED_BYTES * parameters, 2 * parameters
-    adapters = TRAINED_BYTES * lora_parameters(config, LORA_RANK)
-    cache = full_kv_cache(config, SERVED_BATCH, config.max_position_embeddings)
-    rows = [
-        ("SFT", full, "as pretraining"),
-        ("LoRA", frozen + adapters, f"frozen bf16 weights, adapters of rank {LORA_RANK}"),
-        ("DPO", full, "the reference scores each answer once before training; its scores stay in main memory"),
-        ("GRPO", full + cache, f"samples with its own weights; KV cache of {SERVED_BATCH} answers"),
-        ("distill", full + frozen, "with a teacher in bf16 as large as the model, sharded like it"),
-    ]
-    room = 0.8 * cluster.gpu.memory
-    return [StageMemory(name, round(size), math.ceil(size / room), note) for name, size, note in rows]
-
-
-def lora_parameters(config: ModelConfig, rank: int) -> int:
-    """Of adapters beside all matrices that can have one."""
-    targets = LoraConfig().target_modules
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_size
-    keys, wide = config.num_key_value_heads * config.head_size, config.intermediate_size
-    sizes = {
-        "q_proj": hidden + heads, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": heads + hidden,
-        "gate_proj": hidden + wide, "up_proj": hidden + wide, "down_proj": wide + hidden,
-    }  # fmt: skip
-    return config.num_hidden_layers * rank * sum(sizes[name] for name in targets)

@@ -15,12 +15,11 @@ from zero2all.model.cost.named_gpu import with_precision_of
 from zero2all.parallel.batch_split import split_batch
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.rank_plan import USABLE_MEMORY, fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
 from zero2all.planner.step_time import StepTime, plan_step
-from zero2all.planner.workload import Layout, Workload, largest_stage
+from zero2all.planner.workload import Layout, Workload, largest_stage, zero_stage
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
 from zero2all.recipe.parallel import PipelineSchedule, parallel_mistakes
 
@@ -33,6 +32,12 @@ RECOMPUTE: tuple[dict[str, object], ...] = tuple(
     for mode, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 4))
 )
 """Keys of ``parallel``, fastest first: more recomputation is tried only where less does not fit."""
+ZERO_KEYS: tuple[dict[str, object], ...] = tuple(
+    {"zero": stage, "reshard_after_forward": "auto", "gradient_sync": "auto"} for stage in (1, 2, 3)
+)
+"""Keys of ``parallel`` for ZeRO 1, 2 and 3; the others are reset to their defaults."""
+OFFLOADS: tuple[dict[str, object], ...] = ({"offload": "none"}, {"offload": "cpu"})
+"""Keys of ``parallel`` for each kind of offload, the fastest first."""
 
 
 @dataclass(frozen=True)

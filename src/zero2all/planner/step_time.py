@@ -228,25 +228,14 @@ def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list
     weights, gradient = workload.itemsize * elements / units, trained / units
     gathers = units * (2 * layout.batch.micro_batches if layout.frees_weights else 1)
     sizes = reduce_itemsizes(layout.parallel, layout.batch.micro_batches, dims.dp_replicate)
+    scattered = gradient * sum(sizes) / len(sizes)
+    reduced = gradient_itemsize(layout.parallel) * (gradient / layout.shards)  # while the backward pass computes
+    calls = units * len(sizes)
     return [
         _traffic("dp_shard", "all-gather of weights", shards, gathers, "all-gather", weights, True),
-        _traffic(
-            "dp_shard",
-            "reduce-scatter of gradients",
-            shards,
-            units * len(sizes),
-            "reduce-scatter",
-            gradient * sum(sizes) / len(sizes),
-            True,
-        ),
-        _between_replicas(layout, replicas, units, gradient / layout.shards),
+        _traffic("dp_shard", "reduce-scatter of gradients", shards, calls, "reduce-scatter", scattered, True),
+        _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", reduced, True),
     ]
-
-
-def _between_replicas(layout: Layout, replicas: RankGroup, units: float, gradient: float) -> Traffic:
-    """``gradient`` is the elements of one of ``units`` all-reduces, which run while the backward pass computes."""
-    size = gradient_itemsize(layout.parallel) * gradient
-    return _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", size, True)
 
 
 def _passes(layout: Layout) -> float:

@@ -289,3 +289,13 @@ def largest_stage(recipe: Recipe) -> ResolvedStage:
     if not stages:
         raise UsageError("the recipe trains nothing: set train.tokens")
     return max(stages, key=tokens)
+
+
+def zero_stage(parallel: ParallelRecipe) -> int:
+    """What the ranks of dp_shard share: 1 is optimizer state and master weights, 2 also gradients, 3 also weights.
+
+    Older keys amount to a lower stage than ``zero`` says, and so does a pipeline, which keeps its weights.
+    """
+    if not parallel.reduces_every_micro_batch:
+        return 1
+    return 2 if reshard_after_forward(parallel) is False else 3

@@ -31,6 +31,20 @@ class AnswerStats:
         return self.tokens / max(self.seconds, 1e-9)
 
 
+def with_param(params: SamplingParams, text: str) -> SamplingParams:
+    """With one changed, such as ``temperature=0.2``; ``stop`` adds a string."""
+    name, found, value = text.partition("=")
+    kinds = {field.name: type(field.default) for field in fields(params)}
+    if not found or name not in kinds:
+        raise UsageError(f"{text!r}: write NAME=VALUE, with one of {', '.join(kinds)}")
+    if name == "stop":
+        return replace(params, stop=(*params.stop, value))
+    try:
+        return replace(params, **{name: kinds[name](value)})
+    except ValueError:
+        raise UsageError(f"{name} must be a number; it is {value!r}") from None
+
+
 class ChatSession:
     """
     >>> session = ChatSession(target.model, target.tokenizer, system="Be brief.")
@@ -50,19 +64,6 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation; the system prompt and the parameters stay."""
         self.messages = []
-
-    def set_param(self, text: str) -> None:
-        """Change a parameter, such as ``temperature=0.2``."""
-        name, found, value = text.partition("=")
-        kinds = {field.name: type(getattr(SamplingParams(), field.name)) for field in fields(SamplingParams)}
-        if not found or name not in kinds or kinds[name] is tuple:
-            known = ", ".join(name for name, kind in kinds.items() if kind is not tuple)
-            raise UsageError(f"write /params NAME=VALUE, with one of {known}")
-        try:
-            changed = kinds[name](value)
-        except ValueError:
-            raise UsageError(f"{name} must be a number; it is {value!r}") from None
-        self.params = replace(self.params, **{name: changed})
 
     def answer(self, text: str) -> Generator[str]:
         """The answer to a message, piece by piece. It is in the history when it is complete, or was interrupted."""

@@ -22,7 +22,7 @@ from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.plan_text import memory_lines
 from zero2all.planner.rank_plan import MemoryPlan, plan_recipe_memory
 from zero2all.planner.workload import GPU, planned_dtype
-from zero2all.recipe import ExtendMode, Recipe, ResolvedStage
+from zero2all.recipe import Recipe, ResolvedStage
 from zero2all.recipe.load import with_vocab_size
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
@@ -145,12 +145,10 @@ class EstimatedRun:
         return "\n".join([_head_line(estimate), *self.lines, *memory, _flops_line(estimate), _time_line(estimate)])
 
 
-def estimate_run(
-    recipe: Recipe, world_size: int | None = None, gpu: Gpu | None = None, extend: ExtendMode | None = None
-) -> EstimatedRun:
+def estimate_run(recipe: Recipe, world_size: int | None = None, gpu: Gpu | None = None) -> EstimatedRun:
     """What is known of a run on ``gpu``; without one, on this machine, where steps are timed.
 
-    ``world_size`` is the smallest that the parallel layout allows, if not given. ``extend`` is as in ``train``.
+    ``world_size`` is the smallest that the parallel layout allows, if not given.
     """
     recipe = recipe if gpu is None else with_precision_of(recipe, gpu)
     state, store, source_tokens = _token_counts(recipe)
@@ -166,7 +164,7 @@ def estimate_run(
     recipe, chosen = with_hyperparameters(recipe, micro_batch), [*chosen, *micro_batch]
     plan = None if state == "unknown" and _needs_token_counts(recipe) else Plan(recipe, store)
     trained_steps = max(run.checkpoints.steps(), default=0) if run.exists else 0
-    plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps, extend)
+    plan, resume_warnings = _resumed_plan(recipe, plan, run, trained_steps)
     dims = ParallelDims.from_recipe(recipe.parallel, world_size)
     planned = {} if plan is None else {stage.name: stage for stage in plan.stages}
     stages = [
@@ -219,9 +217,7 @@ def _token_counts(recipe: Recipe) -> tuple[TokensState, TokenStore | EstimatedSt
     return "unknown", EstimatedStore(dict.fromkeys(names, UNKNOWN_TOKENS)), None
 
 
-def _resumed_plan(
-    recipe: Recipe, plan: Plan | None, run: Run, trained_steps: int, extend: ExtendMode | None
-) -> tuple[Plan | None, list[str]]:
+def _resumed_plan(recipe: Recipe, plan: Plan | None, run: Run, trained_steps: int) -> tuple[Plan | None, list[str]]:
     """The plan from the newest checkpoint on, and why training would refuse to resume."""
     if plan is None or not trained_steps:
         return plan, []
@@ -230,7 +226,7 @@ def _resumed_plan(
     try:
         stored = run.stored_recipe() or recipe
         before = PlannedRun(stored, Plan(stored, plan.store))
-        return continue_schedule(before, PlannedRun(recipe, plan), trained_steps, extend).plan, []
+        return continue_schedule(before, PlannedRun(recipe, plan), trained_steps, None).plan, []
     except Z2aError as error:
         return plan, [str(error)]
 

@@ -23,6 +23,7 @@ UNKNOWN_DATA = "{} may have been trained on these questions: --mutate shows sign
 UNTESTED = "{}: {}: {} answers were not tested and count as wrong, since they pass more than plain data: {}"
 GENERATED = "generate"  # in place of a form, where nothing is chosen
 QUESTION_TRAINED = "after question training"
+SEED = 0  # of the items that --limit chooses, and of the changes of --mutate
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class BenchOptions:
     shots: int | None = None
     """Number of examples in a prompt. Default: that of the task."""
     limit: int | None = None
-    """Number of items of a task, chosen at random. Default: all."""
-    seed: int = 0
+    """Number of items of a task, chosen at random but always the same. Default: all."""
     mutate: bool = False
     """Evaluate every mutation of multiple-choice questions too."""
     train_on_questions: bool = False
@@ -94,7 +94,7 @@ def run_bench(
 
 
 def _prepared(task: Task, options: BenchOptions) -> Task:
-    return task.with_shots(_shots(task, options)).sample(options.limit, options.seed)
+    return task.with_shots(_shots(task, options)).sample(options.limit, SEED)
 
 
 def _shots(task: Task, options: BenchOptions) -> int:
@@ -120,7 +120,7 @@ def _evaluations(
             yield Evaluation(label, task.name, form or GENERATED, shots, version, items)
         if options.train_on_questions and form is not None:
             say(f"{label}: {task.name}, {form}, {QUESTION_TRAINED}")
-            trained = make_scorer(train_on_questions(target, task, form, options.seed))
+            trained = make_scorer(train_on_questions(target, task, form))
             items = evaluate_task(trained, task, form, shots, sandbox)
             yield Evaluation(label, task.name, form, shots, QUESTION_TRAINED, items)
 
@@ -144,7 +144,7 @@ def _clean_part(evaluation: Evaluation, contamination: Contamination) -> Evaluat
 def _versions(task: Task, form: Form | None, options: BenchOptions) -> Iterator[tuple[str, Task]]:
     yield ORIGINAL, task
     for mutation in MUTATIONS if options.mutate and form is not None else ():
-        mutated = mutate(task, mutation, options.seed)
+        mutated = mutate(task, mutation, SEED)
         if mutated is not None and (form != "cloze" or mutation.changes_cloze):
             yield mutation.name, mutated
 
