@@ -11,7 +11,7 @@ from zero2all.model.cost.activations import activation_bytes
 from zero2all.model.cost.model_size import (
     count_parameters,
     kv_cache_bytes_per_token,
-    training_memory,
+    optimizer_bytes,
     weight_bytes,
 )
 from zero2all.model.cost.optimizer_state import weight_dtype
@@ -113,10 +113,8 @@ def test_recomputing_keeps_the_input_of_each_block() -> None:
 
 
 def optimizer_state(variant: str, **optimizer: Any) -> int:
-    train = {"steps": 1, "seq_len": 64, "batch_tokens": 64, "optimizer": optimizer}
-    shape = {**SHAPE, **VARIANTS[variant]}
-    recipe = Recipe.model_validate({"model": shape, "train": train, "tokenizer": {"vocab_size": 512}})
-    return training_memory(recipe, CPU).optimizer
+    config = ModelConfig.model_validate({**SHAPE, **VARIANTS[variant]})
+    return optimizer_bytes(config, OptimizerRecipe.model_validate(optimizer))
 
 
 @pytest.mark.parametrize(

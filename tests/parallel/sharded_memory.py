@@ -267,7 +267,7 @@ def _micro_batch_bytes(
             parallel.activation_offload,
             dropout_score_bytes(recipe.model, stage.seq_len, device),
         )
-        logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp, parallel.loss_parallel)
+        logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp)
         found.append((round(activations), logits if has_head else 0))
     return max(found, key=sum)
 

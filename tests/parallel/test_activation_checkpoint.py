@@ -246,8 +246,6 @@ def test_selective_runs_every_product_once(moe: dict[str, Any] | None, masked: b
 
 def test_operations_of_packages_are_known_by_name() -> None:
     """Those of a GPU cannot run here; what they are called can be checked where they are defined."""
-    from torch._higher_order_ops.flex_attention import flex_attention
-    from torch._higher_order_ops.wrap import inductor_compiled_code
     from torch.nn.attention import varlen  # noqa: F401 - which registers its operation
 
     from zero2all.parallel.selective_checkpoint import is_saved
@@ -255,7 +253,6 @@ def test_operations_of_packages_are_known_by_name() -> None:
     ops = torch.ops
     forward = (ops.aten._grouped_mm, ops._c10d_functional.all_to_all_single, ops.torch_attn._varlen_attn)
     assert all(is_saved(op.default) for op in forward)
-    assert all(is_saved(op) for op in (flex_attention, inductor_compiled_code))
     assert not is_saved(ops.aten.silu.default)
     library = torch.library.Library("flash_attn", "FRAGMENT")
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):

@@ -432,7 +432,7 @@ class ParallelModel:
         with ShardedInitMode(self.mesh.device):
             part.init_weights(seed, self.mesh.device)
         if self.mesh.dims.tp > 1:
-            apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)
+            apply_tp_ops(part, self.mesh.get_mesh("tp"))
         if self._context_parallel is not None:
             self._context_parallel.apply(part)
 

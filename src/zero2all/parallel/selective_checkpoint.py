@@ -36,8 +36,6 @@ SAVED_OPS = {
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::fwd",
     "torch_attn::_varlen_attn",
-    "flex_attention",
-    "inductor_compiled_code",  # in a block that is not compiled, that is flex attention
     # Repeating the collective costs more than the memory of its result.
     "_c10d_functional::all_to_all_single",
     "_c10d_functional::reduce_scatter_tensor",

@@ -316,8 +316,7 @@ def _activations_per_token(
 
 
 def _logits(workload: Workload, layout: Layout, device: torch.device) -> int:
-    tp, loss_parallel = layout.dims.tp, layout.parallel.loss_parallel
-    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, tp, loss_parallel)
+    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, layout.dims.tp)
 
 
 def _communication_buffers(workload: Workload, layout: Layout) -> int:

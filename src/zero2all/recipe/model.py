@@ -16,7 +16,7 @@ class OpsRecipe(Section):
     """The kernel for each operation. All give the same result; ``auto`` selects the fastest that runs on this
     machine."""
 
-    attention: Literal["auto", "flash", "flex", "sdpa", "reference"] = "auto"
+    attention: Literal["auto", "flash", "sdpa", "reference"] = "auto"
     """Kernel for attention."""
     norm: Literal["auto", "liger", "torch", "reference"] = "auto"
     """Kernel for RMSNorm."""
@@ -213,10 +213,9 @@ class ModelConfig(Section):
                 f"experts have no adapters: set lora.target_modules to some of {', '.join(ATTENTION_TARGETS)}",
                 ("lora.target_modules", "moe"),
             )
-        if self.attention_dropout and self.ops.attention in ("flash", "flex"):
+        if self.attention_dropout and self.ops.attention == "flash":
             yield Mistake(
-                f"the attention kernel {self.ops.attention} has no dropout: set ops.attention=auto or sdpa, or "
-                "attention_dropout=0",
+                "the attention kernel flash has no dropout: set ops.attention=auto or sdpa, or attention_dropout=0",
                 ("attention_dropout", "ops.attention"),
             )
         if self.mup_base is not None and self.tie_word_embeddings:

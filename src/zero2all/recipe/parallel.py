@@ -33,8 +33,6 @@ class ParallelRecipe(Section):
     """Tensor parallelism: number of ranks over which the matrices of a block are sharded."""
     sp: bool = True
     """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
-    loss_parallel: bool = True
-    """With tp, compute the loss from logits that stay sharded along the vocabulary."""
     async_tp: bool = False
     """With tp, overlap matrix products with the all-gathers and reduce-scatters around them, in torch.compile on GPUs
     with NVLink (symmetric memory)."""

@@ -32,7 +32,6 @@ EXCEPTIONS: dict[str, str] = {
     "parallel.dp_shard": _LAYOUT,
     "parallel.tp": _LAYOUT,
     "parallel.sp": _LAYOUT,
-    "parallel.loss_parallel": _LAYOUT,
     "parallel.async_tp": _LAYOUT,
     "parallel.pp": _LAYOUT,
     "parallel.schedule": _LAYOUT,

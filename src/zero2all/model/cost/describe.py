@@ -76,7 +76,7 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> ModelDescr
         parameters=parameters,
         flops_per_token=_summarize_flops(config, options.seq_len, parameters),
         cache=KVCacheSize(context, per_token, per_token * context),
-        ops=_chosen_ops(config, device, options.deterministic),
+        ops=_chosen_ops(config, device),
         gpu=gpu.name,
         products=model_matmuls(config, options.effective_micro_batch_tokens, gpu, recipe.parallel.tp),
         advice=advise_shapes(recipe, gpu),
@@ -102,10 +102,10 @@ def _summarize_flops(config: ModelConfig, seq_len: int, parameters: ParameterCou
     )
 
 
-def _chosen_ops(config: ModelConfig, device: torch.device, deterministic: bool) -> list[KernelChoice]:
+def _chosen_ops(config: ModelConfig, device: torch.device) -> list[KernelChoice]:
     """The table of ``device``; a named kernel may need another device, which is reported instead."""
     try:
-        table = choose_kernels(config, device, deterministic).choices
+        table = choose_kernels(config, device).choices
         return [choice for choice in table if config.moe or choice.op != "experts"]
     except UsageError as error:
         return [KernelChoice("not on this machine", "", {"why": str(error)})]

@@ -1,4 +1,4 @@
-"""What a model is made of, before any of it is built: parameters, cache, and the memory that training takes."""
+"""What a model is made of, before any of it is built: parameters, cache, and the state of training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from zero2all.hardware import compute_dtype, dtype_name
-from zero2all.model.cost.activations import activation_bytes, all_logits_bytes, dropout_score_bytes
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
+from zero2all.recipe import ModelConfig, OptimizerRecipe
 
 # Where a parameter belongs, by a substring of its name; the first match wins.
 _COMPONENTS = {
@@ -75,52 +73,6 @@ def _meta_parameters(config: ModelConfig) -> Sequence[tuple[str, nn.Parameter]]:
 def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
     """Keys and values of one position in all layers, in bf16 by default."""
     return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_size * element
-
-
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes on one device that holds the full model. Up to ``half_weights`` they are exact, the others are estimates.
-
-    Activations and gradients are not at their largest at the same time, so the sum is more than the peak.
-    """
-
-    micro_batch_tokens: int
-    precision: str
-    weights: int
-    gradients: int
-    optimizer: int
-    half_weights: int
-    """The copies that autocast makes of the matrices."""
-    activations: int
-    """Kept for the backward pass, by the fused kernels, without torch.compile (which keeps less)."""
-    activations_recomputing: int
-    """With activation checkpointing: the input of each block, and one block in full."""
-    logits: int
-    """Of the loss, where all are kept; the chunked kernels keep almost none."""
-
-
-def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
-    config, tokens = recipe.model, recipe.train.effective_micro_batch_tokens
-    parameters = count_parameters(config)
-    dtype = compute_dtype(recipe.train.compute_precision, device)
-    half, stored = dtype.itemsize == 2, weight_bytes(config, recipe.train.optimizer)
-    matrices = (
-        parameters.total
-        - parameters.parts["norms"]
-        - (0 if config.tie_word_embeddings else parameters.parts["embedding"])
-    )
-    scores = dropout_score_bytes(config, recipe.train.seq_len, device)
-    return TrainingMemory(
-        micro_batch_tokens=tokens,
-        precision=dtype_name(dtype),
-        weights=stored,
-        gradients=weight_bytes(config, recipe.train.optimizer, trained=True),
-        optimizer=optimizer_bytes(config, recipe.train.optimizer),
-        half_weights=2 * matrices if half and not recipe.train.optimizer.has_bf16_weights else 0,
-        activations=activation_bytes(config, tokens, half, score_bytes=scores),
-        activations_recomputing=activation_bytes(config, tokens, half, "full", score_bytes=scores),
-        logits=all_logits_bytes(config, tokens),
-    )
 
 
 def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
