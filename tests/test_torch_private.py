@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero2all import torch_private
-from zero2all.parallel.selective_checkpoint import SAVED_OPS
+from zero2all.parallel.activation_checkpoint import SAVED_OPS
 
 SOURCE = Path(torch_private.__file__).parent
 SIGNATURES: dict[str, list[str] | None] = {

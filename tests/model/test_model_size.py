@@ -17,7 +17,7 @@ from zero2all.model.cost.model_size import (
 from zero2all.model.cost.optimizer_state import weight_dtype
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.weights import set_weight_dtype
-from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
+from zero2all.recipe import ModelConfig, OptimizerRecipe
 from zero2all.train.optimizer import build_optimizers
 
 SHAPE = {

@@ -25,9 +25,8 @@ from zero2all.model.cost.activations import ActivationShards, activation_bytes, 
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import weight_bytes
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
-from zero2all.parallel.batch_split import split_stage
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
-from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh, split_stage
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local

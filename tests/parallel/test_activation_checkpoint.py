@@ -248,7 +248,7 @@ def test_operations_of_packages_are_known_by_name() -> None:
     """Those of a GPU cannot run here; what they are called can be checked where they are defined."""
     from torch.nn.attention import varlen  # noqa: F401 - which registers its operation
 
-    from zero2all.parallel.selective_checkpoint import is_saved
+    from zero2all.parallel.activation_checkpoint import is_saved
 
     ops = torch.ops
     forward = (ops.aten._grouped_mm, ops._c10d_functional.all_to_all_single, ops.torch_attn._varlen_attn)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.parallel.sharded_memory import dry_run
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.parallel.gradient_accumulation import fsdp_param_groups
+from zero2all.parallel.gradient_sync import fsdp_param_groups
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
 
 RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128

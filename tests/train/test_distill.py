@@ -21,16 +21,15 @@ from zero2all.corpus import build_corpus
 from zero2all.errors import RecipeError
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
-from zero2all.model.ops.cross_entropy import HeadConfig
-from zero2all.model.ops.soft_loss import likeliest_tokens, soft_cross_entropy
+from zero2all.model.ops.cross_entropy import HeadConfig, likeliest_tokens, soft_cross_entropy
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
+from zero2all.train.distill_objective import Teacher, TeacherCacheKey, TeacherIdentity, teacher_dtype
 from zero2all.train.run import resolve_model_config
-from zero2all.train.teacher import Teacher, TeacherCacheKey, TeacherIdentity, teacher_dtype
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +214,7 @@ def likeliest_on_ranks(path: Path, recipe: Recipe) -> dict[str, Any]:
     teacher = Teacher(path, model, 4, RankGroup())
     rows = ROWS[: len(ROWS) if mesh.dp_rank == 0 else 0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero2all.train.teacher.BATCH_TOKENS", 32)  # three passes for rank 0, none for rank 1
+        patch.setattr("zero2all.train.distill_objective.BATCH_TOKENS", 32)  # three passes for rank 0, none for rank 1
         found = teacher.likeliest(rows, None)
     parameters = list(teacher.model.parameters())
     return {

@@ -16,7 +16,7 @@ from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, StageRecipe, parse_recipe
 from zero2all.recipe.run_settings import EXCEPTIONS, is_excepted, run_settings, stage_settings
 from zero2all.train import train
-from zero2all.train.identity_changes import Change, model_changes, setting_changes, stage_setting_changes
+from zero2all.train.resume import Change, model_changes, setting_changes, stage_setting_changes
 from zero2all.train.run import model_identity
 from zero2all.units import Duration
 

@@ -27,8 +27,8 @@ from zero2all.recipe import ParallelRecipe, Recipe, recipe_yaml
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.tokens.token_store import Array
 from zero2all.train import Run, train
+from zero2all.train.answers import MismatchedAnswers
 from zero2all.train.data_loader import read_batch
-from zero2all.train.mismatched import MismatchedAnswers
 from zero2all.train.plan import Plan
 from zero2all.units import Duration
 

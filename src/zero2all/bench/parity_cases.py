@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.errors import UsageError
-from zero2all.parallel.batch_split import even_micro_batch_size
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import ParallelDims, even_micro_batch_size
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe, TrainRecipe
 from zero2all.recipe.model import LoraConfig
 from zero2all.recipe.parallel import parallel_mistakes

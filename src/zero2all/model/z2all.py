@@ -21,8 +21,8 @@ from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_a
 from zero2all.model.moe import MoE, RoutingStats, balance_loss
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.attention import MaskInputs, SdpaMask, with_dense_mask
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.model.ops.kernels import IGNORE_INDEX
-from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 

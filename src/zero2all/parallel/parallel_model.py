@@ -22,19 +22,17 @@ from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
 from zero2all.model.kv_cache import Branches
 from zero2all.model.moe import MoE
-from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.model.z2all import derive_seed
-from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
-from zero2all.parallel.gradient_accumulation import set_gradient_sync
+from zero2all.parallel.gradient_sync import fsdp_gradient_bytes, gradient_itemsize, sent_bytes, set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
-from zero2all.parallel.mesh import ParallelMesh
+from zero2all.parallel.mesh import ParallelMesh, even_micro_batch_size
 from zero2all.parallel.parallelize import parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
-from zero2all.parallel.sync_traffic import fsdp_gradient_bytes, gradient_itemsize, sent_bytes
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.recipe.training import Float8Scaling

@@ -11,9 +11,8 @@ from zero2all.checkpoint.checkpoint_interval import DAY
 from zero2all.console import ProgressTask
 from zero2all.errors import UsageError
 from zero2all.findings import Finding
-from zero2all.model.cost.named_gpu import with_precision_of
-from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.model.cost.describe import with_precision_of
+from zero2all.parallel.mesh import ParallelDims, split_batch
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.keys import OFFLOADS, ZERO_KEYS, zero_stage
 from zero2all.planner.pipeline import schedule_runs

@@ -8,7 +8,7 @@ from zero2all.checkpoint import InitialWeights, RankGroup
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.answer_sources import AnswerSources, open_reference
+from zero2all.train.answers import AnswerSources, open_reference
 from zero2all.train.distill_objective import DistillObjective
 from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.plan import Plan

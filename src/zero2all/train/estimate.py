@@ -14,11 +14,10 @@ from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.gpu_specs import Gpu
 from zero2all.hardware import device_title, dtype_name, pick_device, wants_compile
 from zero2all.io import MANIFEST
+from zero2all.model.cost.describe import with_precision_of
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters
-from zero2all.model.cost.named_gpu import with_precision_of
-from zero2all.parallel.batch_split import BatchSplit, split_stage
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import BatchSplit, ParallelDims, split_stage
 from zero2all.planner.plan_text import memory_lines
 from zero2all.planner.rank_plan import MemoryPlan, plan_recipe_memory
 from zero2all.planner.workload import GPU, planned_dtype

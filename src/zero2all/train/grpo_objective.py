@@ -17,7 +17,7 @@ from zero2all.io import fingerprint
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.parallel import ParallelModel
-from zero2all.parallel.batch_split import split_batch
+from zero2all.parallel.mesh import split_batch
 from zero2all.recipe import Recipe
 from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.tokenizer import Tokenizer
@@ -25,8 +25,8 @@ from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
-from zero2all.train.endpoint_rollouts import EndpointSampler
 from zero2all.train.rollouts import (
+    EndpointSampler,
     Prompt,
     Rollout,
     RolloutRanks,

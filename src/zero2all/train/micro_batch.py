@@ -26,8 +26,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.activation_checkpoint import apply_ac
-from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import ParallelDims, split_batch
 from zero2all.planner.rank_plan import (
     ACTIVATIONS,
     APART,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero2all.hardware import copy_to_device, fp64_device
-from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.objectives import (
     KTO_METRICS,
     PAIR_METRICS,
@@ -26,10 +26,8 @@ from zero2all.parallel import ParallelModel
 from zero2all.parallel.pipeline_parallel import SequenceObjective
 from zero2all.recipe.objective import DPORecipe, KTORecipe, ObjectiveRecipe
 from zero2all.tokens.conversation_rows import ConversationRows
-from zero2all.train.answer_scores import score_answers
+from zero2all.train.answers import MismatchedAnswers, Reference, score_answers
 from zero2all.train.data_loader import Batch
-from zero2all.train.mismatched import MismatchedAnswers
-from zero2all.train.reference import Reference
 
 LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 Rows = Sequence[Sequence[float]]
