@@ -50,7 +50,7 @@ def tensors(parallel_model: ParallelModel) -> Iterator[Tensor]:
 
 
 def groups(parallel_model: ParallelModel) -> list[Any]:
-    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model._model_parts
+    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model.model_parts
     return [group for root in roots for group in fsdp_param_groups(root)]
 
 

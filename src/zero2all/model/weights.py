@@ -150,6 +150,14 @@ def unstored_weights(reader: WeightReader) -> list[str]:
     return missing
 
 
+def complete_weights(reader: WeightReader) -> GrownVocabulary:
+    """The same weights with a padded vocabulary; an error if the model needs others, if only to train."""
+    padded = GrownVocabulary(reader, reader.config, {})
+    if missing := unstored_weights(padded):
+        raise Z2aError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    return padded
+
+
 def whole_tensor(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
     return (0,) * tensor.ndim, tensor
 
@@ -190,9 +198,7 @@ def load_model(reader: WeightReader, device: str | torch.device = "cpu") -> Z2al
 
     >>> model = load_model(HFWeights(Path("Qwen3-0.6B")))
     """
-    padded = GrownVocabulary(reader, reader.config, {})
-    if missing := unstored_weights(padded):
-        raise Z2aError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    padded = complete_weights(reader)
     with torch.device("meta"):
         model = Z2all(reader.config)
     model = model.to_empty(device=device).init_buffers()

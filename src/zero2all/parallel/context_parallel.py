@@ -35,13 +35,6 @@ class GatheredMask(NamedTuple):
     back_end: int
 
 
-class RingMask(NamedTuple):
-    """Documents of whole rows."""
-
-    doc_starts_BS: Tensor | None
-    cu_seqlens: Tensor | None
-
-
 class ContextParallel:
     """Which positions each rank has."""
 
@@ -102,13 +95,13 @@ class ContextParallel:
             return AttentionBackend(exchanged_mask, attend_exchanged)
         return AttentionBackend(self._chunk_mask, self._attend_chunks)
 
-    def _chunk_mask(self, rows: MaskInputs) -> GatheredMask | RingMask:
-        """``length`` is that of this rank's positions, documents are given for whole rows."""
+    def _chunk_mask(self, rows: MaskInputs) -> GatheredMask | MaskInputs:
+        """``length`` is that of this rank's positions, documents are given for whole rows. A ring needs no more."""
         doc_starts_BS, length, window, device, cu_seqlens = rows
         if doc_starts_BS is not None and cu_seqlens is None and device.type == "cuda":
             cu_seqlens = document_cu_seqlens(doc_starts_BS)
         if self.kind == "ring" and (window is None or window >= length * self.size):
-            return RingMask(doc_starts_BS, cu_seqlens)
+            return rows._replace(cu_seqlens=cu_seqlens)
         chunk = length // 2
         ends = [(index + 1) * chunk for index in (self.rank, 2 * self.size - 1 - self.rank)]
         masks = []
@@ -118,8 +111,8 @@ class ContextParallel:
             masks.append(sdpa_mask(queries, first=end - chunk, row_length=length * self.size))
         return GatheredMask(masks[0], masks[1], ends[0], ends[1])
 
-    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | RingMask) -> Tensor:
-        if isinstance(mask, RingMask):
+    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | MaskInputs) -> Tensor:
+        if isinstance(mask, MaskInputs):
             return ring_attention(q, k, v, mask.doc_starts_BS, mask.cu_seqlens, self.group)
         k, v = (self._gather(x) for x in (k, v))
         chunks = zip(q.chunk(2, dim=2), (mask.front, mask.back), (mask.front_end, mask.back_end), strict=True)

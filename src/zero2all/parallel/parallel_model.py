@@ -30,7 +30,7 @@ from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.gradient_sync import fsdp_gradient_bytes, gradient_itemsize, sent_bytes, set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
 from zero2all.parallel.mesh import ParallelMesh, even_micro_batch_size
-from zero2all.parallel.parallelize import parallelize
+from zero2all.parallel.parallelize import free_gathered_weights, parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
@@ -83,7 +83,8 @@ class ParallelModel:
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
         self.float8, self.weight_dtype = float8, weight_dtype
         local_model = parallelize(config, recipe, mesh, dtype, float8, weight_dtype)
-        self.local_model, self._model_parts = local_model, local_model.model_parts
+        self.model_parts = local_model.model_parts
+        """What a step calls: the model, or this rank's stages of a pipeline."""
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):
@@ -224,11 +225,6 @@ class ParallelModel:
                 dist.broadcast(message, group=self.mesh.get_mesh(dimension).get_group(), group_src=source)
 
     @property
-    def model_parts(self) -> list[Z2all]:
-        """What a step calls: the model, or this rank's stages of a pipeline."""
-        return self._model_parts
-
-    @property
     def ddp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same plain tensors; None without DDP."""
         return None if self._ddp is None else dist.group.WORLD
@@ -240,22 +236,22 @@ class ParallelModel:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        for part in self._model_parts:
+        for part in self.model_parts:
             part.eval()
         try:
             yield
         finally:
-            for part in self._model_parts:
+            for part in self.model_parts:
                 part.train()
 
     def disable_auxiliary_losses(self) -> None:
         """Compute the loss of each token alone: no balance loss of experts, no z-loss."""
-        for part in dict.fromkeys([self.model, *self._model_parts]):
+        for part in dict.fromkeys([self.model, *self.model_parts]):
             part.has_auxiliary_losses = False
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Use another RoPE base and scaling from here on."""
-        for part in dict.fromkeys([self.model, *self._model_parts]):
+        for part in dict.fromkeys([self.model, *self.model_parts]):
             part.set_rope(theta, scaling)
 
     def _run_batch(
@@ -307,7 +303,7 @@ class ParallelModel:
 
     def _gradient_bytes(self, micro_batches: int) -> int:
         if self._uses_fsdp:
-            roots = self._pipeline.stages if self._pipeline is not None else self._model_parts
+            roots = self._pipeline.stages if self._pipeline is not None else self.model_parts
             return round(fsdp_gradient_bytes(roots, self.recipe, micro_batches))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         itemsize = min(gradient_itemsize(self.recipe), self.weight_dtype.itemsize)
@@ -408,9 +404,6 @@ class ParallelModel:
         for parameter in parameters:
             by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
         return [{"params": members, **settings} for members in by_mesh.values()]
-
-    def close(self) -> None:
-        self.mesh.close()
 
     def _rebuild_ddp_buckets(self, ddp: DistributedDataParallel) -> None:
         """DDP rebuilds its buckets after the first backward pass, and an all-reduce over more than two ranks rounds by
@@ -514,10 +507,8 @@ class ParallelModel:
         """Of the last block and the head, which stay gathered after a forward pass without a backward one."""
         if self._ran_without_backward:
             self._ran_without_backward = False
-            for root in self._pipeline.stages if self._pipeline is not None else self._model_parts:
-                for module in root.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
+            for root in self._pipeline.stages if self._pipeline is not None else self.model_parts:
+                free_gathered_weights(root)
 
     @contextmanager
     def _gradients_like_parameters(self) -> Iterator[None]:

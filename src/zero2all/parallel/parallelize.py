@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from zero2all.errors import Z2aError
 from zero2all.model import Z2all
-from zero2all.model.weights import GrownVocabulary, WeightReader, load_weights, set_weight_dtype, unstored_weights
+from zero2all.model.weights import WeightReader, complete_weights, load_weights, set_weight_dtype
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.expert_parallel import apply_ep
 from zero2all.parallel.float8 import apply_float8
@@ -90,9 +89,7 @@ def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: Parall
 
     >>> teacher = load_frozen_model(weights, recipe.parallel, mesh, torch.bfloat16)
     """
-    padded = GrownVocabulary(reader, reader.config, {})
-    if missing := unstored_weights(padded):
-        raise Z2aError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    padded = complete_weights(reader)
     plain = recipe.model_copy(update={"activation_checkpointing": "none"})
     [model] = parallelize(reader.config, plain, mesh, dtype, weight_dtype=dtype).model_parts
     model.requires_grad_(False)
@@ -106,8 +103,8 @@ def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: Parall
     return model.eval()
 
 
-def free_gathered_weights(model: Z2all) -> None:
-    """FSDP keeps those of the last block and the head for a backward pass, which a frozen model never has."""
+def free_gathered_weights(model: nn.Module) -> None:
+    """FSDP keeps those of the last block and the head for a backward pass, which may never come."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

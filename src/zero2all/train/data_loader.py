@@ -60,24 +60,18 @@ class BatchCopier:
         self, inputs: Tensor, targets: Tensor, doc_starts: Tensor | None, micro_batch_size: int | None
     ) -> DeviceBatch:
         """On a CPU nothing is copied."""
-        starts, device = doc_starts, self._device
+        device, documents = self._device, [doc_starts, None]
         if device.type != "cuda":
-            return DeviceBatch(
-                inputs.to(device), targets.to(device), None if starts is None else starts.to(device), None
-            )
-        cu_seqlens_MN = None
-        if starts is not None:
-            cu_seqlens_MN = document_cu_seqlens(starts, self._micro_batch_rows(len(inputs), micro_batch_size))
+            starts = None if doc_starts is None else doc_starts.to(device)
+            return DeviceBatch(inputs.to(device), targets.to(device), starts, None)
+        if doc_starts is not None:
+            documents[1] = document_cu_seqlens(doc_starts, self._micro_batch_rows(len(inputs), micro_batch_size))
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            return DeviceBatch(
-                copy_to_device(inputs, device),
-                copy_to_device(targets, device),
-                None if starts is None else copy_to_device(starts, device),
-                None if cu_seqlens_MN is None else copy_to_device(cu_seqlens_MN, device),
-                self._stream.record_event(),
-            )
+            copies = [copy_to_device(tensor, device) for tensor in (inputs, targets)]
+            copies += [None if tensor is None else copy_to_device(tensor, device) for tensor in documents]
+            return DeviceBatch(*copies, self._stream.record_event())
 
 
 class HostCopy:
