@@ -339,8 +339,12 @@ def _measured_time(
     notes += ["one process, without communication between ranks"] if dims.world_size > 1 else []
     notes += ["without torch.compile"] if wants_compile(recipe.train.compile, device) else []
     notes.append(f"MFU against {timing.peak.source}")
-    mfu = timing.flops / timing.peak.flops
-    return _total_time(stages, f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))
+    mfu, named, note = timing.flops / timing.peak.flops, f"{ranks}{device_title(device)}", ", ".join(notes)
+    tokens = [stage.tokens for stage in stages if stage.tokens is not None]
+    if len(tokens) < len(stages):
+        return TimeEstimate("measured", named, mfu, 1 / seconds_per_token[0], None, note)
+    seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
+    return TimeEstimate("measured", named, mfu, sum(tokens) / seconds, seconds, note)
 
 
 def _time_largest_stage(
@@ -361,21 +365,6 @@ def _time_largest_stage(
         tokens = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator)
         is_first = torch.zeros(shape, dtype=torch.bool) if recipe.train.masks_documents else None
     return time_steps(recipe, stage, tokens, is_first, device)
-
-
-def _total_time(
-    stages: list[StageEstimate],
-    device: str,
-    mfu: float,
-    seconds_per_token: list[float],
-    note: str,
-) -> TimeEstimate:
-    known = [stage.tokens for stage in stages]
-    if any(tokens is None for tokens in known):
-        return TimeEstimate("measured", device, mfu, 1 / seconds_per_token[0], None, note)
-    tokens = [one or 0 for one in known]
-    seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
-    return TimeEstimate("measured", device, mfu, sum(tokens) / seconds, seconds, note)
 
 
 def _head_line(estimate: RunEstimate) -> str:
