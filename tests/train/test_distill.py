@@ -165,19 +165,6 @@ def test_a_student_learns_from_its_own_answers(workspace: Path, teacher: Run, tm
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_two_ranks_train_as_one(workspace: Path, teacher: Run, tmp_path: Path) -> None:
-    one = student(workspace, teacher, tmp_path / "one", "train.steps=4")
-    train(one)
-    two = student(workspace, teacher, tmp_path / "two", "train.steps=4").model_copy(
-        update={"parallel": ParallelRecipe(dp_shard=2)}
-    )
-    on_ranks(2, train, two)
-    found, expected = ([float(loss) for loss in losses(Run.open(run.run_dir)).values()] for run in (two, one))
-    assert found == pytest.approx(expected, abs=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_with_a_teacher_the_same_tokens_teach_more(workspace: Path, teacher: Run, tmp_path: Path) -> None:
     """Three seeds each, at equal tokens."""
     bits: dict[str, list[float]] = {"with": [], "without": []}
