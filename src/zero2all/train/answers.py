@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero2all.checkpoint import InitialWeights, RankGroup
 from zero2all.console import progress, say
@@ -19,6 +20,7 @@ from zero2all.errors import Z2aError
 from zero2all.hardware import dtype_name
 from zero2all.io import atomic_path, fingerprint, read_record, write_record
 from zero2all.model import IGNORE_INDEX, document_starts
+from zero2all.objectives import AnswerBatch
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig, Recipe
 from zero2all.recipe.objective import ObjectiveRecipe
@@ -26,6 +28,7 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array, Split
+from zero2all.train.data_loader import Batch
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
@@ -150,17 +153,9 @@ class ReferenceManifest:
     """Split and source of each file, in the order of their numbers."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """By split and source, such as ``train/pairs``: the log-probability of each document's answer, fp64."""
-
-    logps: Mapping[str, Array]
-
-    def of(self, split: Split, source: str) -> Array:
-        return self.logps[f"{split}/{source}"]
-
-    def of_mismatched(self, source: str) -> Array:
-        return self.logps[f"mismatched/{source}"]
+Reference = Mapping[str, Array]
+"""By split and source, such as ``train/pairs`` or ``mismatched/pairs``: the log-probability of each document's answer,
+fp64."""
 
 
 def reference_key(init_fingerprint: str | None, stores: list[str], seq_len: int, dtype: str, mismatched: bool) -> str:
@@ -180,7 +175,7 @@ def read_reference(directory: Path, key: str) -> Reference | None:
         arrays = [np.load(directory / f"{number}.npy", allow_pickle=False) for number in range(len(manifest.names))]
     except (OSError, ValueError):
         return None
-    return Reference(dict(zip(manifest.names, arrays, strict=True)))
+    return dict(zip(manifest.names, arrays, strict=True))
 
 
 def compute_reference(
@@ -202,16 +197,16 @@ def compute_reference(
         logps[f"mismatched/{source}"] = score_answers(
             model, pairs.lengths, pairs.read, pairs.seq_len, f"reference divergence of {source}"
         )
-    return Reference(logps)
+    return logps
 
 
 def write_reference(directory: Path, key: str, reference: Reference) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
-    for number, array in enumerate(reference.logps.values()):
+    for number, array in enumerate(reference.values()):
         with atomic_path(directory / f"{number}.npy") as partial, open(partial, "wb") as file:
             np.save(file, array, allow_pickle=False)
-    write_record(directory / MANIFEST, ReferenceManifest(key, list(reference.logps)))
+    write_record(directory / MANIFEST, ReferenceManifest(key, list(reference)))
 
 
 def objective_config(config: ModelConfig, objective: ObjectiveRecipe) -> ModelConfig:
@@ -222,7 +217,7 @@ def objective_config(config: ModelConfig, objective: ObjectiveRecipe) -> ModelCo
 
 
 class AnswerSources:
-    """The rows of both splits of all sources that a run trains on."""
+    """The rows of both splits of all sources that a run trains on, and the reference if the objective needs one."""
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.seq_len = max(stage.seq_len for stage in recipe.train.resolved_stages())
@@ -238,23 +233,54 @@ class AnswerSources:
         self.mismatched: dict[str, MismatchedAnswers] = {}
         if recipe.train.objective.name == "kto":
             self.mismatched = {name: MismatchedAnswers(self.rows["train", name], name) for name in plan.sources}
+        self.reference: Reference | None = None
 
-    @property
-    def validation(self) -> dict[str, ConversationRows]:
-        return {name: rows for (split, name), rows in self.rows.items() if split == "valid"}
+    def reference_of(self, split: str, source: str) -> Array | None:
+        """None if the objective needs none."""
+        return None if self.reference is None else self.reference[f"{split}/{source}"]
 
+    def answer_batch(self, batch: Batch, device: torch.device) -> AnswerBatch:
+        """The answers of a rank's rows; rows of padding have none."""
+        assert batch.answers is not None
+        rows = batch.answers.rows
+        shape = (len(batch.inputs), max(1, max((len(row.documents) for row in rows), default=1)))
+        segments = np.zeros(batch.inputs.shape, dtype=np.int64)
+        lengths, desirable = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
+        reference = np.zeros(shape)
+        for place, (row, source) in enumerate(zip(rows, batch.sources, strict=False)):
+            segments[place] = row.segments[1:]
+            count = len(row.documents)
+            lengths[place, :count], desirable[place, :count] = row.lengths, row.desirable
+            if (logps := self.reference_of("train", source)) is not None:
+                reference[place, :count] = logps[row.documents]
+        columns = (segments, lengths, desirable, reference.astype(np.float32))
+        return AnswerBatch(*map(torch.from_numpy, columns)).to(device)
 
-@dataclass(frozen=True)
-class OpenedReference:
-    reference: Reference
-    loaded: InitialWeights | None
-    """Set if the model has its initial weights now, because the reference was computed."""
+    def validation_answers(self, model: ParallelModel) -> tuple[Tensor, AnswerBatch] | None:
+        """Log-probabilities of all answers of the validation set, as one row of them; None if there are none."""
+        logps, reference, lengths, desirable = [], [], [], []
+        for (split, source), rows in self.rows.items():
+            if split != "valid":
+                continue
+            used, label = rows.used_documents, f"answers of {source} (validation)"
+            scores = score_answers(model, rows.document_lengths, rows.read_document, rows.seq_len, label)
+            logps.append(scores[used])
+            of_source = self.reference_of("valid", source)
+            reference.append((np.zeros(len(scores)) if of_source is None else of_source)[used])
+            lengths.append(rows.document_targets[used])
+            desirable.append(rows.document_desirable[used])
+        if not sum(map(len, logps)):
+            return None
+        columns = [torch.from_numpy(np.concatenate(parts))[None] for parts in (lengths, desirable, reference)]
+        empty = torch.zeros(1, 0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(logps))[None], AnswerBatch(empty, *columns)
 
 
 def open_reference(
     run: Run, model: ParallelModel, tokenizer: Tokenizer, answers: AnswerSources, ranks: RankGroup
-) -> OpenedReference:
-    """The reference of a run: stored, or computed with the initial weights, which must be those that it began with."""
+) -> InitialWeights | None:
+    """Set the reference of a run: as stored, or computed with the initial weights, which must be those that it began
+    with. Returns these weights if the model has them now, because the reference was computed."""
     directory, init = run.directory / REFERENCE, run.recipe.train.init
     assert init is not None
     settings = (answers.fingerprints, answers.seq_len, dtype_name(model.dtype), bool(answers.mismatched))
@@ -263,15 +289,16 @@ def open_reference(
         key = reference_key(recorded.fingerprint, *settings)
         stored = ranks.on_rank0(lambda: read_reference(directory, key))
         if stored is not None:
-            return OpenedReference(stored, None)
+            answers.reference = stored
+            return None
     loaded = load_initial_weights(init, model, tokenizer, ranks)
     if recorded is not None and recorded.fingerprint != loaded.fingerprint:
         raise Z2aError(
             f"{loaded.path} is not what {run.directory} began with, and the log-probabilities by it are not in "
             f"{directory}: restore it, or train another run (--name)"
         )
-    reference = compute_reference(model, answers.rows, answers.mismatched)
+    answers.reference = reference = compute_reference(model, answers.rows, answers.mismatched)
     key = reference_key(loaded.fingerprint, *settings)
     ranks.on_rank0(lambda: write_reference(directory, key, reference))
-    say(f"reference log-probabilities of {sum(map(len, reference.logps.values())):,} answers are in {directory}")
-    return OpenedReference(reference, loaded)
+    say(f"reference log-probabilities of {sum(map(len, reference.values())):,} answers are in {directory}")
+    return loaded

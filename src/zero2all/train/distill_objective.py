@@ -45,14 +45,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class TeacherRows:
-    """The likeliest tokens of some rows."""
-
-    ids_BSK: Tensor
-    logps_BSK: Tensor
-
-
-@dataclass(frozen=True)
 class TeacherIdentity:
     """The function that a teacher computes: different weights at the same path are a different teacher."""
 
@@ -91,8 +83,11 @@ class Teacher:
         self._shards = mesh.get_mesh("dp_shard").get_group() if mesh.dims.dp_shard > 1 else None
 
     @torch.no_grad()
-    def likeliest(self, tokens_BS: Tensor, doc_starts_BS: Tensor | None) -> TeacherRows:
-        """Of this rank's rows, if any. Every rank calls it: all of them gather the weights for a forward pass."""
+    def likeliest(self, tokens_BS: Tensor, doc_starts_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities [B, S, K] of this rank's rows, if any.
+
+        Every rank calls it: all of them gather the weights for a forward pass.
+        """
         per_pass = max(1, BATCH_TOKENS // tokens_BS.shape[1])
         found = [torch.zeros(2, 0, tokens_BS.shape[1], self.top_k, device=self._device)]
         for first in range(0, per_pass * self._passes(-(-len(tokens_BS) // per_pass)), per_pass):
@@ -105,7 +100,7 @@ class Teacher:
             found.append(self.model(tokens.to(self._device), doc_starts_BS=starts, likeliest=self.top_k))
         free_gathered_weights(self.model)
         ids, logps = torch.cat(found, dim=1)
-        return TeacherRows(ids.long(), logps)
+        return ids.long(), logps
 
     def _passes(self, own: int) -> int:
         """The most that a rank needs which holds a shard of the same weights."""
@@ -222,8 +217,7 @@ class DistillObjective(TokenObjective):
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         if self._options.on_policy:
             batch = self._sampled(model, batch)
-            rows = self._teacher.likeliest(batch.inputs, batch.doc_starts)
-            ids, logps = rows.ids_BSK, rows.logps_BSK
+            ids, logps = self._teacher.likeliest(batch.inputs, batch.doc_starts)
         else:
             ids, logps = self._cached(model, batch)
         soft = SoftTargets(ids, logps, self._options.weight)
@@ -240,10 +234,9 @@ class DistillObjective(TokenObjective):
         ids, logps, there = cache.read(located)
         missing = np.flatnonzero(~there)
         chosen, starts = torch.from_numpy(missing), batch.doc_starts
-        rows = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
+        found = self._teacher.likeliest(batch.inputs[chosen], None if starts is None else starts[chosen])
         if len(missing):
-            ids[missing] = rows.ids_BSK.cpu().numpy()
-            logps[missing] = rows.logps_BSK.cpu().numpy()
+            ids[missing], logps[missing] = (one.cpu().numpy() for one in found)
             real = [place for place in missing.tolist() if place < last - first]
             cache.write([located[place] for place in real], ids[real], logps[real])
             logps = logps.astype(np.float16).astype(np.float32)  # as they are read, so that a resumed run is the same
