@@ -167,9 +167,9 @@ class RankMemory:
     the copies that autocast makes."""
     unsharded_gradients: int
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
-    collective; with zero 1 or gradient_sync: last, also of the full unsharded part of the model."""
+    collective; with zero 1 also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next: shards, or with zero 1 or gradient_sync: last all of
+    """What the two before hold from one micro-batch to the next: shards, or with zero 1 all of
     the unsharded part, in fp32. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""

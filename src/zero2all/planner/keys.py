@@ -6,7 +6,7 @@ from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.recipe import ParallelRecipe
 
 ZERO_KEYS: tuple[dict[str, object], ...] = tuple(
-    {"zero": stage, "reshard_after_forward": "auto", "gradient_sync": "auto"} for stage in (1, 2, 3)
+    {"zero": stage, "reshard_after_forward": "auto"} for stage in (1, 2, 3)
 )
 """Keys of ``parallel`` for ZeRO 1, 2 and 3; the others are reset to their defaults."""
 OFFLOADS: tuple[dict[str, object], ...] = ({"offload": "none"}, {"offload": "cpu"})
@@ -16,8 +16,8 @@ OFFLOADS: tuple[dict[str, object], ...] = ({"offload": "none"}, {"offload": "cpu
 def zero_stage(parallel: ParallelRecipe) -> int:
     """What the ranks of dp_shard share: 1 is optimizer state and master weights, 2 also gradients, 3 also weights.
 
-    Older keys amount to a lower stage than ``zero`` says, and so does a pipeline, which keeps its weights.
+    A pipeline keeps its weights, and so does ``reshard_after_forward: never``: a lower stage than ``zero`` says.
     """
-    if not parallel.reduces_every_micro_batch:
+    if parallel.zero == 1:
         return 1
     return 2 if reshard_after_forward(parallel) is False else 3

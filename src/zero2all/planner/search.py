@@ -227,7 +227,7 @@ def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
     given |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     if layout.uses_fsdp:
         given["zero"] = parallel.zero
-    reset = ("zero", "reshard_after_forward", "gradient_sync", "offload", "activation_checkpointing_every")
+    reset = ("zero", "reshard_after_forward", "offload", "activation_checkpointing_every")
     given |= {name: getattr(parallel, name) for name in reset if getattr(parallel, name) != getattr(own, name)}
     given["activation_checkpointing"] = parallel.activation_checkpointing
     keys = [f"parallel.{name}={value}" for name, value in given.items()]

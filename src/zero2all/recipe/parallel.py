@@ -49,8 +49,10 @@ class ParallelRecipe(Section):
     """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
-    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
-    case."""
+    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any case.
+    With 1 the gradient is reduce-scattered after the last micro-batch, not after each one. That communicates least, but
+    every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep part. Replicas
+    (DDP, HSDP) are always all-reduced after the last micro-batch."""
     offload: Literal["none", "cpu"] | LocalDir = "none"
     """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
     optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too. A
@@ -59,11 +61,6 @@ class ParallelRecipe(Section):
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
     frees them with zero=3, unless pp is used."""
-    gradient_sync: Literal["auto", "every", "last"] = "auto"
-    """When FSDP reduce-scatters the gradient: after every micro-batch, or only after the last one. last communicates
-    less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
-    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
-    every."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """In what gradients are sent when ranks reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
     of ranks; micro-batches of a rank are added up in fp32 in any case."""
@@ -88,7 +85,12 @@ class ParallelRecipe(Section):
                 "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
                 ("dp_replicate", "dp_shard"),
             )
-        yield from self._zero_mistakes()
+        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
+            yield Mistake(
+                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
+                "zero=3",
+                ("zero", "reshard_after_forward"),
+            )
         if self.offload != "none" and self.dp_replicate != 1:
             yield Mistake(
                 "offload is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
@@ -96,30 +98,10 @@ class ParallelRecipe(Section):
             )
         yield from self._activation_mistakes()
 
-    def _zero_mistakes(self) -> Iterator[Mistake]:
-        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
-            yield Mistake(
-                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
-                "zero=3",
-                ("zero", "reshard_after_forward"),
-            )
-        if self.zero == 1 and self.gradient_sync == "every":
-            yield Mistake(
-                "gradients that are reduce-scattered with every micro-batch are sharded: set zero=2, or "
-                "gradient_sync=auto",
-                ("zero", "gradient_sync"),
-            )
-        if self.zero == 2 and self.gradient_sync == "last":
-            yield Mistake(
-                "gradients that are reduce-scattered with the last micro-batch are unsharded until then: set zero=1, "
-                "or gradient_sync=auto",
-                ("zero", "gradient_sync"),
-            )
-
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are sharded between the micro-batches of a step."""
-        return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
+        return self.zero > 1
 
     def _activation_mistakes(self) -> Iterator[Mistake]:
         if self.activation_checkpointing_every > 1 and self.activation_checkpointing != "full":

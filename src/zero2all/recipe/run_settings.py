@@ -18,7 +18,7 @@ from zero2all.recipe.types import Section
 
 _LAYOUT_KEYS = (
     "dp_replicate", "dp_shard", "tp", "sp", "async_tp", "pp", "schedule", "cp", "cp_attention", "ep", "zero",
-    "reshard_after_forward", "gradient_sync",
+    "reshard_after_forward",
 )  # fmt: skip
 _MEMORY_KEYS = (
     "offload", "activation_checkpointing", "activation_checkpointing_every", "activation_budget", "activation_offload",
