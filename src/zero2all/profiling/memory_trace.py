@@ -198,7 +198,7 @@ def _trace_layers(workload: Workload, layout: Layout, recipe: Recipe) -> TracedB
             model.to_empty(device=CPU)
             model.init_buffers(CPU)
             if tp is not None:
-                apply_tp_ops(model, tp, parallel)
+                apply_tp_ops(model, tp)
             if context_parallel is not None:
                 context_parallel.apply(model)
             tracker = TraceTracker(model)

@@ -60,18 +60,20 @@ class BatchCopier:
         self, inputs: Tensor, targets: Tensor, doc_starts: Tensor | None, micro_batch_size: int | None
     ) -> DeviceBatch:
         """On a CPU nothing is copied."""
-        device, documents = self._device, [doc_starts, None]
+        device, cu_seqlens_MN = self._device, None
         if device.type != "cuda":
             starts = None if doc_starts is None else doc_starts.to(device)
             return DeviceBatch(inputs.to(device), targets.to(device), starts, None)
         if doc_starts is not None:
-            documents[1] = document_cu_seqlens(doc_starts, self._micro_batch_rows(len(inputs), micro_batch_size))
+            cu_seqlens_MN = document_cu_seqlens(doc_starts, self._micro_batch_rows(len(inputs), micro_batch_size))
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            copies = [copy_to_device(tensor, device) for tensor in (inputs, targets)]
-            copies += [None if tensor is None else copy_to_device(tensor, device) for tensor in documents]
-            return DeviceBatch(*copies, self._stream.record_event())
+            inputs, targets = (copy_to_device(tensor, device) for tensor in (inputs, targets))
+            doc_starts, cu_seqlens_MN = (
+                None if tensor is None else copy_to_device(tensor, device) for tensor in (doc_starts, cu_seqlens_MN)
+            )
+            return DeviceBatch(inputs, targets, doc_starts, cu_seqlens_MN, self._stream.record_event())
 
 
 class HostCopy:
