@@ -10,7 +10,7 @@ attends over all positions with the chosen kernel (https://arxiv.org/abs/2309.14
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,8 @@ from zero2all.parallel.ring_attention import ring_attention
 from zero2all.recipe import ParallelRecipe
 from zero2all.torch_private import all_gather_autograd, all_to_all_autograd
 
-
-class GatheredMask(NamedTuple):
-    """What a rank's front and back chunk see of all keys, and where the keys of each end."""
-
-    front: SdpaMask
-    back: SdpaMask
-    front_end: int
-    back_end: int
+GatheredMask = tuple[tuple[SdpaMask, int], ...]
+"""What a rank's front and back chunk see of all keys, and where the keys of each end."""
 
 
 class ContextParallel:
@@ -108,15 +102,15 @@ class ContextParallel:
         for end in ends:
             own_starts = None if doc_starts_BS is None else doc_starts_BS[:, end - chunk : end]
             queries = MaskInputs(own_starts, chunk, window, device, cu_seqlens)
-            masks.append(sdpa_mask(queries, first=end - chunk, row_length=length * self.size))
-        return GatheredMask(masks[0], masks[1], ends[0], ends[1])
+            masks.append((sdpa_mask(queries, first=end - chunk, row_length=length * self.size), end))
+        return tuple(masks)
 
     def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | MaskInputs) -> Tensor:
         if isinstance(mask, MaskInputs):
             return ring_attention(q, k, v, mask.doc_starts_BS, mask.cu_seqlens, self.group)
         k, v = (self._gather(x) for x in (k, v))
-        chunks = zip(q.chunk(2, dim=2), (mask.front, mask.back), (mask.front_end, mask.back_end), strict=True)
-        return torch.cat([attend_sdpa(part, k[:, :, :end], v[:, :, :end], own) for part, own, end in chunks], dim=2)
+        chunks = zip(q.chunk(2, dim=2), mask, strict=True)
+        return torch.cat([attend_sdpa(part, k[:, :, :end], v[:, :, :end], own) for part, (own, end) in chunks], dim=2)
 
     def _gather(self, x_BKSE: Tensor) -> Tensor:
         """All positions, in their order."""

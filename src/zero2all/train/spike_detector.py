@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from zero2all.checkpoint.training_state import GuardState
 from zero2all.console import warn
 from zero2all.recipe import GuardRecipe
+from zero2all.tokens import DocumentSpan
 from zero2all.track import RunRecord
 from zero2all.train.data_loader import Batch
 
@@ -101,30 +102,23 @@ class SpikeDetector:
         self._loss.values, self._norm.values = deque(state.loss), deque(state.norm)
 
 
+RECORDED = ("gid", "source", "title", "shard")  # of a document
 MAX_RECORDED_DOCUMENTS = 50  # in the record; 'z2a blame' lists all by loss
 MAX_PRINTED_DOCUMENTS = 3  # on the terminal
 MAX_SAMPLES_READ = 64  # of a batch: each lookup reads a shard's index, some 10 ms while all ranks wait
 
 
-@dataclass(frozen=True)
-class BatchDocument:
-    gid: str
-    source: str
-    title: str
-    shard: str
-
-
-def batch_documents(batch: Batch) -> list[BatchDocument]:
+def batch_documents(batch: Batch) -> list[DocumentSpan]:
     """Documents of a batch over all ranks, each once, most tokens first; of a large batch, a sample."""
     tokens: dict[str, int] = {}
-    documents: dict[str, BatchDocument] = {}
+    documents: dict[str, DocumentSpan] = {}
     start, stop = batch.sample_range
     count = min(stop - start, MAX_SAMPLES_READ)
     for number in range(count):
         sample = start + number * (stop - start) // count
         for span in batch.stage.dataset.documents(sample, sample + 1):
             tokens[span.gid] = tokens.get(span.gid, 0) + span.tokens
-            documents[span.gid] = BatchDocument(span.gid, span.source, span.title, span.shard)
+            documents[span.gid] = span
     return [documents[gid] for gid in sorted(documents, key=lambda gid: -tokens[gid])]
 
 
@@ -137,7 +131,7 @@ def report_spike(
     batch: Batch, reason: str, policy: str, layer_norms: Iterable[float], run_directory: Path, record: RunRecord
 ) -> None:
     documents = batch_documents(batch)
-    recorded = [asdict(document) for document in documents[:MAX_RECORDED_DOCUMENTS]]
+    recorded = [{key: getattr(one, key) for key in RECORDED} for one in documents[:MAX_RECORDED_DOCUMENTS]]
     norms = shown_norms(layer_norms)
     record.event("spike", step=batch.step, reason=reason, policy=policy, layer_norms=norms, documents=recorded)
     first = ", ".join(document.title or document.gid for document in documents[:MAX_PRINTED_DOCUMENTS])
