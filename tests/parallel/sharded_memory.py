@@ -23,7 +23,6 @@ from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.model_size import weight_bytes
 from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh, split_stage
@@ -62,7 +61,6 @@ class DryRun:
     mesh: dict[str, int]
     """Size of each dimension."""
     parameters: int
-    bytes: int
     compute_dtype: str
     memory_per_rank: RankMemory
     """Of the rank with the most."""
@@ -89,7 +87,6 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
         world=world_size,
         mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         parameters=total,
-        bytes=weight_bytes(config, recipe.train.optimizer),
         compute_dtype=dtype_name(planned_dtype(recipe, device)),
         memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
         stages=stages,

@@ -63,10 +63,6 @@ _STAGE_KEYS = tuple(
 _OWN_FIELDS = ("model", "train.init", "train.stages", *(f"train.{name}" for name in _STAGE_KEYS))
 
 
-def is_excepted(key: str) -> bool:
-    return _is_below(key, EXCEPTIONS)
-
-
 def is_adjustable(key: str) -> bool:
     return _is_below(key, ADJUSTABLE) and key not in FIXED
 

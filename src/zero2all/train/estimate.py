@@ -49,6 +49,7 @@ from zero2all.units import show_count, show_seconds
 
 TokensState = Literal["built", "estimated", "unknown"]
 UNKNOWN = "unknown until 'z2a tokens build RECIPE'"
+SCHEDULE_POINTS = 60
 UNKNOWN_TOKENS = 2**50  # of each source, where only a plan without epochs is asked for
 
 
@@ -293,9 +294,9 @@ def _estimate_stage(
     )
 
 
-def _sample_schedule(plan: Plan, peak_lr: float, points: int = 60) -> dict[int, float]:
+def _sample_schedule(plan: Plan, peak_lr: float) -> dict[int, float]:
     last = plan.total_steps - 1
-    steps = dict.fromkeys(round(point * last / (points - 1)) for point in range(points))
+    steps = dict.fromkeys(round(point * last / (SCHEDULE_POINTS - 1)) for point in range(SCHEDULE_POINTS))
     return {step: peak_lr * plan.stage_of(step).lr_multiplier(step) for step in steps}
 
 

@@ -70,11 +70,11 @@ class Islands:
         total_steps: int,
         replica_counts: dict[str, int] | None = None,
         on_wait: Callable[[], None] = lambda: None,
-        on_event: EventRecorder = lambda event, /, **details: None,
     ) -> None:
         """``replica_counts``: how many ranks of this island hold the same shard of a weight, if more than one."""
         self.outer, self.recipe, self.link, self.total_steps = outer, outer.recipe, link, total_steps
-        self.on_event, self._on_wait = on_event, on_wait
+        self.on_event: EventRecorder = lambda event, /, **details: None
+        self._on_wait = on_wait
         self._replica_counts = replica_counts or {}
         self.exchange = -1
         """The last one that is complete; see ``IslandsState``."""

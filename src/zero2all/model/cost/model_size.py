@@ -1,4 +1,4 @@
-"""What a model is made of, before any of it is built: parameters, cache, and the state of training."""
+"""What a model is made of, before any of it is built: parameters and cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe
+from zero2all.recipe import ModelConfig
 
 # Where a parameter belongs, by a substring of its name; the first match wins.
 _COMPONENTS = {
@@ -73,21 +72,3 @@ def _meta_parameters(config: ModelConfig) -> Sequence[tuple[str, nn.Parameter]]:
 def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
     """Keys and values of one position in all layers, in bf16 by default."""
     return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_size * element
-
-
-def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
-    """State of the optimizer for the full model; with LoRA for the adapters."""
-    return sum(
-        optimizer_state_bytes(optimizer, name, parameter.shape)
-        for name, parameter in _meta_parameters(config)
-        if parameter.requires_grad
-    )
-
-
-def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe, trained: bool = False) -> int:
-    """Weights of the full model as the optimizer wants them, or only those with a gradient."""
-    return sum(
-        weight_dtype(optimizer, name).itemsize * parameter.numel()
-        for name, parameter in _meta_parameters(config)
-        if parameter.requires_grad or not trained
-    )
