@@ -268,32 +268,31 @@ class ParallelModel:
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        samples, length = tokens_BS.shape
+        size = self.micro_batch_rows(samples, micro_batch_size)
         if doc_starts_BS is not None:
             inputs["doc_starts_BS"] = doc_starts_BS
             if cu_seqlens_MN is None and self.mesh.device.type == "cuda":
-                rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
-                cu_seqlens_MN = document_cu_seqlens(doc_starts_BS, rows)
+                cu_seqlens_MN = document_cu_seqlens(doc_starts_BS, size)
             if cu_seqlens_MN is not None:
                 inputs["cu_seqlens_1N"] = cu_seqlens_MN
         if soft is not None:
             inputs |= {"soft_ids_BSK": soft.ids_BSK, "soft_logps_BSK": soft.logps_BSK}
         device = self.mesh.device  # contiguous, because pipeline stages check strides
         inputs = {name: _to_device(tensor.contiguous(), device) for name, tensor in inputs.items()}
-        length = tokens_BS.shape[1]
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
         if self.config.has_dropout and divisor is not None:
-            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, len(tokens_BS), micro_batch_size)
+            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, -(-samples // size))
         with self._autocast():
             if self._pipeline is not None:
-                losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
+                losses = self._run_pipeline(self._pipeline, inputs, divisor, size, objective)
             else:
                 weight = 0.0 if soft is None else soft.weight
-                losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective, weight)
+                losses = self._run_micro_batches(inputs, divisor, size, objective, weight)
         if divisor is not None:
-            rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
-            count = -(-len(tokens_BS) // rows)
+            count = -(-samples // size)
             if count not in self._sync_bytes:  # once: a model has many modules
                 self._sync_bytes[count] = self._gradient_bytes(count)
             self.sync_bytes = self._sync_bytes[count]
@@ -433,24 +432,23 @@ class ParallelModel:
             return micro_batch_size or samples
         return even_micro_batch_size(samples, 2 * self._pipeline.num_stages)
 
-    def _dropout_seeds(self, seed: int, samples: int, micro_batch_size: int | None) -> Tensor:
+    def _dropout_seeds(self, seed: int, micro_batches: int) -> Tensor:
         """One for each micro-batch, in main memory: ranks that hold other tokens draw other masks, and tp ranks that
         all hold the residual stream draw the same."""
-        mesh, size = self.mesh, self.micro_batch_rows(samples, micro_batch_size)
+        mesh = self.mesh
         place = (mesh.dp_rank, mesh.coordinate("cp"), mesh.coordinate("tp") if self.recipe.sp else 0)
-        return torch.tensor([derive_seed(seed, number, *place) for number in range(-(-samples // size))])
+        return torch.tensor([derive_seed(seed, number, *place) for number in range(micro_batches)])
 
     def _run_micro_batches(
         self,
         inputs: dict[str, Tensor],
         divisor: float | None,
-        micro_batch_size: int | None,
+        size: int,
         objective: SequenceObjective | None,
         soft_weight: float,
     ) -> Tensor:
-        """Gradient accumulation: one micro-batch after another."""
+        """Gradient accumulation: one micro-batch of ``size`` samples after another."""
         samples = len(inputs["tokens_BS"])
-        size = self.micro_batch_rows(samples, micro_batch_size)
         run: nn.Module = self._ddp or self.model
         # DDP averages gradients over ranks; here they are summed.
         scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
@@ -473,11 +471,10 @@ class ParallelModel:
         pipeline: Pipeline,
         inputs: dict[str, Tensor],
         divisor: float | None,
-        micro_batch_size: int | None,
+        size: int,
         objective: SequenceObjective | None,
     ) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
-        size = self.micro_batch_rows(samples, micro_batch_size)
         if samples % size:
             raise UsageError(
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
