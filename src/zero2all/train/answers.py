@@ -33,6 +33,10 @@ from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
 
+BATCH_TOKENS = 16384  # of one forward pass of a rank
+REFERENCE = "reference"
+MANIFEST = "reference.json"
+
 
 class MismatchedAnswers:
     """For each document of a source, its prompt with the answer of the next document that has a different prompt.
@@ -85,8 +89,6 @@ def _next_different(prompts: list[bytes]) -> Array | None:
     return (found + 1) % max(1, len(kinds))
 
 
-BATCH_TOKENS = 16384  # of one forward pass of a rank
-
 ReadSequence = Callable[[int], tuple[Array, Array]]
 """The tokens of a sequence, and which of them are targets."""
 
@@ -138,10 +140,6 @@ def score_answers(
 
 def _reduce_device(model: ParallelModel) -> torch.device:
     return model.mesh.device if model.mesh.device.type == "cuda" else torch.device("cpu")
-
-
-REFERENCE = "reference"
-MANIFEST = "reference.json"
 
 
 @dataclass(frozen=True)

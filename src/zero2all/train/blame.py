@@ -14,6 +14,7 @@ from zero2all.model.cost.flops import flops_per_token
 from zero2all.train.run import Run, resolve_model_config
 
 MAX_TEXT_CHARS = 200  # of each document span
+QUICK_FLOPS = 1e11
 
 
 def trace_step(run: Run, step: int) -> dict[str, Any]:
@@ -45,9 +46,6 @@ def trace_text(run: Run, step: int) -> dict[str, Any]:
         shown = tokens[sample - first, start : min(end, start + MAX_TEXT_CHARS)]
         span["text"] = tokenizer.decode(shown).strip("\ufffd")[:MAX_TEXT_CHARS]  # whole characters
     return traced
-
-
-QUICK_FLOPS = 1e11
 
 
 @torch.inference_mode()

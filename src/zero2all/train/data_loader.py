@@ -21,6 +21,9 @@ from zero2all.parallel.mesh import shard_range, split_batch
 from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
 from zero2all.train.plan import Plan, StagePlan
 
+PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
+PADDING_SOURCE = ""  # the source of rows that pad the last micro-batch
+
 
 @dataclass(frozen=True)
 class DeviceBatch:
@@ -95,10 +98,6 @@ class HostCopy:
         values: list[float] = self._tensor.tolist()
         rows = [values[first : first + self._columns] for first in range(0, self._cells, self._columns)]
         return rows, values[self._cells :]
-
-
-PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
-PADDING_SOURCE = ""  # the source of rows that pad the last micro-batch
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ WAIT_INTERVAL = 1.0  # seconds between two heartbeats while waiting
 FRAGMENT_NUMBERS = 1 << 16
 """The number of an exchange is the steps done, times this, plus the number of its fragment. So later exchanges have
 larger numbers, also if the number of fragments is changed between two starts."""
+START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes later takes over the state of the others
 
 
 class EventRecorder(Protocol):
@@ -289,9 +290,6 @@ class Islands:
             say(f"islands present: {', '.join(map(str, present))}")
         self._present = present
         self.on_event("islands", present=present, gone=gone, new=new)
-
-
-START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes later takes over the state of the others
 
 
 def island_place(recipe: Recipe) -> IslandPlace | None:

@@ -23,6 +23,9 @@ from zero2all.parallel.sharded_init import to_local
 from zero2all.torch_private import local_shape_and_offset_at
 
 Coordinate = tuple[int, ...]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+NORM_EPS = 1e-7
 
 
 class Piece(NamedTuple):
@@ -262,11 +265,6 @@ def _all_to_all(held: dict[PieceKey, Tensor], hop: Hop, group: dist.ProcessGroup
     received = empty.new_empty(sum(hop.receive_splits))
     dist.all_to_all_single(received, sent, hop.receive_splits, hop.send_splits, group=group)
     held.update(zip(hop.received, torch.split(received, hop.received_sizes), strict=True))
-
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
-NORM_EPS = 1e-7
 
 
 class Muon(Optimizer):

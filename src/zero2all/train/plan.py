@@ -21,6 +21,8 @@ from zero2all.tokens import PackedDataset
 from zero2all.tokens.packed_dataset import SizedStore
 from zero2all.units import Duration
 
+MAX_USEFUL_EPOCHS = 4  # from about here on, repeated text teaches less than new text (https://arxiv.org/abs/2305.16264)
+
 
 @dataclass(frozen=True)
 class LRSchedule:
@@ -100,9 +102,6 @@ class StageSchedule:
     @property
     def end_lr_multiplier(self) -> float:
         return self.lr_multiplier(self.steps - 1)
-
-
-MAX_USEFUL_EPOCHS = 4  # from about here on, repeated text teaches less than new text (https://arxiv.org/abs/2305.16264)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ from zero2all.tokens.token_store import Array
 
 Reward = Callable[[str, str, str], float]
 """Of a prompt, an answer and the reference answer."""
+WORKERS = 4  # requests at the same time, each of several answers
+MAX_ANSWERS = 16  # to one request
+SEED_STRIDE = 1009  # between prompts
+ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
 @dataclass(frozen=True)
@@ -214,12 +218,6 @@ def _reward(function: Reward, prompt: Prompt, answer: str, reference: str) -> fl
 def sampling_params(max_tokens: int, seed: int) -> SamplingParams:
     """From the model as it is: any filter would make sampler and trainer disagree."""
     return SamplingParams(max_tokens, temperature=1.0, top_k=0, seed=seed)
-
-
-WORKERS = 4  # requests at the same time, each of several answers
-MAX_ANSWERS = 16  # to one request
-SEED_STRIDE = 1009  # between prompts
-ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
 class EndpointSampler:

@@ -32,6 +32,10 @@ MAD_TO_STD = 1.4826  # median absolute deviation to the standard deviation of a 
 DETECTION_DELAY = 2  # steps between bad data and its detection
 MIN_LOSS_CHANGE = 0.1  # a smaller relative change of the loss is never an outlier
 MIN_NORM_FACTOR = 5.0  # nor is a change of the gradient norm by a smaller factor
+RECORDED = ("gid", "source", "title", "shard")  # of a document
+MAX_RECORDED_DOCUMENTS = 50  # in the record; 'z2a blame' lists all by loss
+MAX_PRINTED_DOCUMENTS = 3  # on the terminal
+MAX_SAMPLES_READ = 64  # of a batch: each lookup reads a shard's index, some 10 ms while all ranks wait
 
 
 @dataclass
@@ -100,12 +104,6 @@ class SpikeDetector:
     def load_state(self, state: GuardState) -> None:
         self._stage = state.stage
         self._loss.values, self._norm.values = deque(state.loss), deque(state.norm)
-
-
-RECORDED = ("gid", "source", "title", "shard")  # of a document
-MAX_RECORDED_DOCUMENTS = 50  # in the record; 'z2a blame' lists all by loss
-MAX_PRINTED_DOCUMENTS = 3  # on the terminal
-MAX_SAMPLES_READ = 64  # of a batch: each lookup reads a shard's index, some 10 ms while all ranks wait
 
 
 def batch_documents(batch: Batch) -> list[DocumentSpan]:

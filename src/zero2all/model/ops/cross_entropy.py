@@ -18,6 +18,8 @@ from zero2all.model.ops.chunked_loss import chunk_rows, chunked_loss
 from zero2all.model.ops.kernels import IGNORE_INDEX, Kernel, builtin_kernel, needs_cuda
 from zero2all.recipe import ModelConfig
 
+MIN_REST = 1e-6  # of the probability of all other tokens
+
 
 class HeadConfig(NamedTuple):
     """What a loss needs to know of the head."""
@@ -85,9 +87,6 @@ KERNELS = {
     "torch": Kernel(lambda: torch_linear_cross_entropy, _torch_unavailable_reason),
     "reference": builtin_kernel(reference),
 }
-
-
-MIN_REST = 1e-6  # of the probability of all other tokens
 
 
 class SoftTargets(NamedTuple):
