@@ -249,7 +249,9 @@ def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: P
     """How a step of a training stage is split, after any batch ramp."""
     micro = stage.micro_batch_tokens and stage.micro_batch_tokens // stage.seq_len
     pipeline_stages = parallel.pp * parallel.stages_per_rank
-    return split_batch(stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.islands, micro, pipeline_stages)
+    return split_batch(
+        stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.sync.islands, micro, pipeline_stages
+    )
 
 
 def tcp_store_from_env(timeout: timedelta) -> Store | None:

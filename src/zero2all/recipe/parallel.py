@@ -9,11 +9,46 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from zero2all.recipe.model import ModelConfig
-from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import LocalDir, Mistake, Section
+from zero2all.recipe.types import Fraction, LocalDir, Mistake, Positive, Section
 
 Degree = Annotated[int, Field(ge=1)]
+
+
+class SyncRecipe(Section):
+    """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
+
+    islands: Degree = 1
+    """Number of islands, each a job of its own with all ranks of ``parallel``. With 1 the gradient is all-reduced after
+    each step. Set more for networks that are too slow for that (DiLoCo): each island trains its own part of every
+    batch, and they exchange what their weights have gained every ``every`` steps. The other keys are for islands."""
+    every: Degree = 50
+    """Steps between two exchanges of the same weights (H)."""
+    fragments: Degree = 1
+    """Number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps that an exchange may take while training continues. 0 waits for it."""
+    exchange_dtype: Literal["fp32", "bf16", "int8"] = "int8"
+    """What is sent. What bf16 and int8 round off is added to the next exchange."""
+    outer_lr: Positive = 0.7
+    """Learning rate of the outer optimizer."""
+    outer_momentum: Fraction = 0.9
+    """Nesterov momentum of the outer optimizer. 0 is plain averaging."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.overlap > self.every // self.fragments:
+            yield Mistake(
+                "an exchange must end before the next begins: set overlap to at most every / fragments "
+                f"({self.every // self.fragments})",
+                ("overlap", "every", "fragments"),
+            )
+        if self.fragments > self.every:
+            yield Mistake(
+                f"one fragment is exchanged at a time: set fragments to at most every={self.every}",
+                ("fragments", "every"),
+            )
+
+
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")
 """Schedules that split the backward pass in two."""
@@ -136,11 +171,6 @@ class ParallelRecipe(Section):
         return self.offload if isinstance(self.offload, Path) else None
 
     @property
-    def islands(self) -> int:
-        """Number of jobs that each train a part of every batch."""
-        return self.sync.islands
-
-    @property
     def stages_per_rank(self) -> int:
         return 2 if self.pp > 1 and self.schedule in ("interleaved", *SPLIT_BACKWARD_SCHEDULES) else 1
 
@@ -176,7 +206,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
-    if parallel.islands > 1 and train.guard.policy == "rollback":
+    if parallel.sync.islands > 1 and train.guard.policy == "rollback":
         yield Mistake(
             "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
             ("train.guard.policy", "parallel.sync.islands"),

@@ -34,7 +34,7 @@ from zero2all.train.plan import Plan
 from zero2all.train.run import Run
 
 BATCH_TOKENS = 16384  # of one forward pass of a rank
-REFERENCE = "reference"
+REFERENCE = "reference"  # the directory of its log-probabilities in a run
 MANIFEST = "reference.json"
 
 

@@ -294,7 +294,7 @@ class Islands:
 
 def island_place(recipe: Recipe) -> IslandPlace | None:
     """None if the recipe has one island: then nothing is exchanged."""
-    islands = recipe.parallel.islands
+    islands = recipe.parallel.sync.islands
     if islands == 1:
         if ISLAND_VARIABLE in os.environ:
             raise UsageError("--island is for recipes with parallel.sync.islands > 1")

@@ -24,7 +24,7 @@ from zero2all.tokens.token_store import Array
 
 Reward = Callable[[str, str, str], float]
 """Of a prompt, an answer and the reference answer."""
-WORKERS = 4  # requests at the same time, each of several answers
+WORKERS = 4  # requests to a server at the same time, each of several answers
 MAX_ANSWERS = 16  # to one request
 SEED_STRIDE = 1009  # between prompts
 ROUNDING = 1e-3  # by which a log-probability may be above 0

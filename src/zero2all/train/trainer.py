@@ -347,7 +347,7 @@ class Trainer:
             self.mesh.device,
             peak,
             self.model.dtype,
-            self.mesh.dims.world_size * parallel.islands,
+            self.mesh.dims.world_size * parallel.sync.islands,
             recompute,
             parallel.activation_checkpointing_every,
         )
