@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero2all.charts.table import markdown_table
 from zero2all.model import Z2all
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
+from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.model.weights import set_weight_dtype
 from zero2all.recipe import ModelConfig, OptimizerRecipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate

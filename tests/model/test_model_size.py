@@ -11,8 +11,9 @@ from zero2all.model.cost.activations import activation_bytes
 from zero2all.model.cost.model_size import (
     count_parameters,
     kv_cache_bytes_per_token,
+    optimizer_state_bytes,
+    weight_dtype,
 )
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.weights import set_weight_dtype
 from zero2all.recipe import ModelConfig, OptimizerRecipe

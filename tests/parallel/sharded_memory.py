@@ -23,7 +23,7 @@ from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
+from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh, split_stage
 from zero2all.parallel.parallelize import LocalModel, parallelize

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
-from zero2all.model.cost.optimizer_state import ROUTER
+from zero2all.model.cost.model_size import ROUTER
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig

@@ -16,7 +16,7 @@ from pydantic import computed_field
 
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
 from zero2all.planner.fsdp_units import FsdpUnits

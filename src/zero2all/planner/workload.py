@@ -12,7 +12,7 @@ from zero2all.errors import UsageError
 from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.model.cost.flops import Flops, Recompute, flops_per_token, palm_flops_per_token
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes
+from zero2all.model.cost.model_size import optimizer_state_bytes
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import BatchSplit, ParallelDims, split_stage
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank

@@ -14,7 +14,7 @@ from zero2all.errors import Z2aError
 from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import flops_per_token
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.rank_plan import plan_memory

@@ -35,8 +35,7 @@ from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
 from zero2all.hardware import MPS, PeakFlops, compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.model_size import count_parameters
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import count_parameters, weight_dtype
 from zero2all.model.z2all import derive_seed
 from zero2all.numa import rank_binding
 from zero2all.parallel import ParallelMesh, ParallelModel
