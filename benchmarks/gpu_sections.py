@@ -34,6 +34,7 @@ from zero2all.errors import Z2aError
 from zero2all.hardware import synchronize
 from zero2all.model import document_starts
 from zero2all.model.ops import OPS
+from zero2all.model.ops.attention import MaskInputs
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.kernels import Kernel
 from zero2all.planner.rank_plan import plan_recipe_memory
@@ -164,7 +165,7 @@ def kernel_cases(settings: Settings, dtype: torch.dtype) -> list[tuple[str, str,
                 "attention",
                 case,
                 [q, k, v],
-                lambda f, a, b, c, s=starts, w=window: f.attend(a, b, c, f.mask_for(s, length, w, device)),
+                lambda f, a, b, c, s=starts, w=window: f.attend(a, b, c, f.mask_for(MaskInputs(s, length, w, device))),
             )
         )
     return cases

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from zero2all.charts.table import markdown_table
 from zero2all.model import Z2all
-from zero2all.model.cost.model_size import optimizer_bytes, weight_bytes
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.model.weights import set_weight_dtype
 from zero2all.recipe import ModelConfig, OptimizerRecipe
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
@@ -63,10 +62,14 @@ def main() -> None:
     ready = {name: prepared(config, CONTENDERS[name]) for name in options.only}
     turns = {name: partial(cpu_seconds, step, optimizers) for name, optimizers in ready.items()}
     seconds = take_turns(turns, options.turns)
-    count = sum(parameter.numel() for parameter in Z2all(config).parameters())
+    shapes = {name: weight.shape for name, weight in Z2all(config).named_parameters()}
+    count = sum(shape.numel() for shape in shapes.values())
     rows = []
     for name, measured in seconds.items():
         recipe = CONTENDERS[name]
-        held = (2 * weight_bytes(config, recipe) + optimizer_bytes(config, recipe)) / count
+        held = sum(
+            2 * weight_dtype(recipe, name).itemsize * shape.numel() + optimizer_state_bytes(recipe, name, shape)
+            for name, shape in shapes.items()
+        ) / count  # fmt: skip
         rows.append((name, f"{held:.2f}", f"{1e9 * statistics.median(measured) / count:.2f}"))
     show(f"{count} parameters\n\n{markdown_table(('optimizer', 'bytes a parameter', 'ns a parameter'), rows)}")

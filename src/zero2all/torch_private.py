@@ -100,15 +100,6 @@ def set_activation_memory_budget(budget: float) -> None:
     compiler.activation_memory_budget = budget
 
 
-def compiled_region_options() -> dict[str, Any] | None:
-    """Options of torch.compile that make a compiled function one operation for activation checkpointing; None if this
-    torch has none. Tested with 2.13. The option is public, the list of options is not."""
-    import torch._inductor.config as inductor
-
-    region = "wrap_inductor_compiled_regions"
-    return {region: True} if hasattr(inductor, region) else None
-
-
 def enable_micro_pipeline_tp(group: dist.ProcessGroup) -> None:
     """Overlap of matrix products with the collectives of a group (async TP), in torch.compile. Tested with 2.13. No
     public one."""

@@ -30,7 +30,7 @@ from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
 
 ON_TWO = (
     "FSDP 2, accumulated",
-    "TP 2 + SP, parallel loss",
+    "TP 2 + SP",
     "TP 2",
     "PP 2 1f1b",
     "PP 2 zbv",
@@ -135,7 +135,6 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         "reduces_every_micro_batch": (True, False),
         "zero": (),
         "sp": (True, False),
-        "loss_parallel": (True, False),
         "reshard_after_forward": ("auto", "always", "never", 2),
     }.items():
         wanted = more or get_args(ParallelRecipe.model_fields[field].annotation)

@@ -12,7 +12,7 @@ from zero2all.elastic import worker
 from zero2all.elastic.flight_recorder import GroupTrace, RecordedCollective, merge_dumps, read_device_state
 from zero2all.elastic.hang_detection import HungRank, find_hang_culprits, waits_in_collective
 from zero2all.elastic.heartbeat import WATCHED_STEPS, DevicePosition, DeviceWatch
-from zero2all.train.device_batch import HostCopy
+from zero2all.train.data_loader import HostCopy
 from zero2all.train.step_timer import HostClock, StepTimer
 
 
@@ -91,7 +91,7 @@ def test_the_step_timer_hands_its_events_to_the_watch() -> None:
 
 def test_the_host_says_that_it_waits_while_it_reads_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = DeviceWatch()
-    monkeypatch.setattr("zero2all.train.device_batch.DEVICE_WATCH", watch)
+    monkeypatch.setattr("zero2all.train.data_loader.DEVICE_WATCH", watch)
     monkeypatch.setattr(worker, "DEVICE_WATCH", watch)
     seen: list[bool] = []
 

@@ -37,7 +37,7 @@ from zero2all.elastic.rendezvous_state import RendezvousSettings
 from zero2all.elastic.restart_policy import FailureFacts
 from zero2all.environment import JOB_SECRET_VARIABLE
 from zero2all.errors import UsageError
-from zero2all.parallel.tcp_store import tcp_store_from_env
+from zero2all.parallel.mesh import tcp_store_from_env
 from zero2all.torch_private import TCPStore
 
 SECRET = "correct horse battery staple"

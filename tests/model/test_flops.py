@@ -84,7 +84,6 @@ def test_plain_attention_keeps_its_scores() -> None:
     config = ModelConfig.model_validate({**SHAPE, "ops": {"attention": "reference", "cross_entropy": "reference"}})
     flops = flops_per_token(config, LENGTH)
     _, both = counted(config, recompute=False)
-    assert flops.hardware(fused_attention=False) == flops.model
     assert flops.model * ROWS * LENGTH == pytest.approx(both, rel=0.01)
 
 

@@ -20,7 +20,7 @@ from zero2all.errors import UsageError
 from zero2all.model import IGNORE_INDEX, Z2all, document_starts
 from zero2all.model.ops import OPS, choose_kernels
 from zero2all.model.ops import chunked_loss as chunked_loss_module
-from zero2all.model.ops.attention import attention_mask
+from zero2all.model.ops.attention import MaskInputs, attention_mask
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.document_attention import segments
 from zero2all.recipe import ModelConfig, OpsRecipe
@@ -221,7 +221,7 @@ def test_attention(kernel: str) -> None:
         found = []
         for name in (kernel, "reference"):
             chosen = OPS["attention"][name].load()
-            mask = chosen.mask_for(starts, length, window, CPU)
+            mask = chosen.mask_for(MaskInputs(starts, length, window, CPU))
             found.append(with_gradients(lambda q, k, v, f=chosen, p=mask: f.attend(q, k, v, p), inputs))
         assert_close(*found, DTYPES[dtype])
 
@@ -249,25 +249,11 @@ def test_backward_in_bf16_is_computed_in_fp32_up_to_a_length(
     monkeypatch.setattr("zero2all.model.ops.document_attention.flash_attention_cpu_backward", watched)
     for name in ("sdpa", "reference"):
         chosen = OPS["attention"][name].load()
-        mask = chosen.mask_for(starts, length, None, CPU)
+        mask = chosen.mask_for(MaskInputs(starts, length, None, CPU))
         found.append(with_gradients(lambda q, k, v, f=chosen, p=mask: f.attend(q, k, v, p), inputs))
     assert_close(*found, DTYPES[torch.bfloat16])
     in_bf16 = {torch.bfloat16} if has_documents else set()  # plain rows are torch's own operation
     assert seen == ({torch.float32} if limit == 40 else in_bf16)
-
-
-def test_flex_attention_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU it has no backward, so auto does not choose it here. Uncompiled: the same, but quick to start."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    flex, reference = OPS["attention"]["flex"].load(), OPS["attention"]["reference"].load()
-    tokens = torch.zeros(2, 200, dtype=torch.int64)
-    tokens[0, [0, 1, 2, 77, 150]] = 1
-    inputs = [random(n, 2, heads, 200, 16) for n, heads in enumerate((4, 2, 2))]
-    with torch.no_grad():
-        for starts, window in ((None, None), (document_starts(tokens == 1), None), (document_starts(tokens == 1), 20)):
-            masks = (kernel.mask_for(starts, 200, window, CPU) for kernel in (flex, reference))
-            one, other = (kernel.attend(*inputs, mask) for kernel, mask in zip((flex, reference), masks, strict=True))
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
 def test_no_segment_is_larger_than_it_has_to_be() -> None:
@@ -286,10 +272,10 @@ def test_no_segment_is_larger_than_it_has_to_be() -> None:
 
 
 def test_a_kernel_for_gpus_may_be_named_on_the_meta_device() -> None:
-    config = ModelConfig(vocab_size=320, ops=OpsRecipe(attention="flex", norm="liger"))
+    config = ModelConfig(vocab_size=320, ops=OpsRecipe(attention="flash", norm="liger"))
     with torch.device("meta"):
         model = Z2all(config)
-    assert model.config.ops.attention == "flex"
+    assert model.config.ops.attention == "flash"
     with pytest.raises(UsageError, match="cannot be used"):  # and is chosen, or refused, where it is to compute
         model.to_empty(device="cpu").init_buffers()
 
@@ -305,7 +291,6 @@ def test_auto_takes_what_runs_and_says_why_not_the_rest() -> None:
         "experts": "grouped",
     }
     assert ops["attention"].others["flash"] == "runs on CUDA devices, not on cpu"
-    assert ops["attention"].others["flex"] == "computes no gradient on cpu"
     assert ops["norm"].others["reference"] == "torch comes first"
     assert "sdpa" in str(ops["attention"])
 

@@ -25,7 +25,7 @@ from tests.oracle.workspace import Workspace
 from zero2all.errors import RecipeError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.answer_sources import AnswerSources
+from zero2all.train.answers import AnswerSources
 from zero2all.train.plan import Plan
 
 LLAMA = next(template for template in TEMPLATES if template.name == "Llama 3")

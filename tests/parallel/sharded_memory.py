@@ -23,11 +23,9 @@ from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.model_size import weight_bytes
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
-from zero2all.parallel.batch_split import split_stage
+from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
-from zero2all.parallel.mesh import ParallelDims, ParallelMesh
+from zero2all.parallel.mesh import ParallelDims, ParallelMesh, split_stage
 from zero2all.parallel.parallelize import LocalModel, parallelize
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local
@@ -63,7 +61,6 @@ class DryRun:
     mesh: dict[str, int]
     """Size of each dimension."""
     parameters: int
-    bytes: int
     compute_dtype: str
     memory_per_rank: RankMemory
     """Of the rank with the most."""
@@ -90,7 +87,6 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
         world=world_size,
         mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         parameters=total,
-        bytes=weight_bytes(config, recipe.train.optimizer),
         compute_dtype=dtype_name(planned_dtype(recipe, device)),
         memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
         stages=stages,
@@ -168,9 +164,9 @@ class RankMemory:
     the copies that autocast makes."""
     unsharded_gradients: int
     """Before they are reduce-scattered: of two blocks, or of a block and embedding or head, with the fp32 buffer of the
-    collective; with zero 1 or gradient_sync: last, also of the full unsharded part of the model."""
+    collective; with zero 1 also of the full unsharded part of the model."""
     gradients_between_micro_batches: int
-    """What the two before hold from one micro-batch to the next: shards, or with zero 1 or gradient_sync: last all of
+    """What the two before hold from one micro-batch to the next: shards, or with zero 1 all of
     the unsharded part, in fp32. 0 if a step has one micro-batch."""
     activations: int
     """Estimate: kept for the backward pass, of all micro-batches that a pipeline rank has in flight."""
@@ -267,7 +263,7 @@ def _micro_batch_bytes(
             parallel.activation_offload,
             dropout_score_bytes(recipe.model, stage.seq_len, device),
         )
-        logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp, parallel.loss_parallel)
+        logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp)
         found.append((round(activations), logits if has_head else 0))
     return max(found, key=sum)
 

@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.ranks import on_ranks
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.moe import MoE
@@ -246,16 +245,13 @@ def test_selective_runs_every_product_once(moe: dict[str, Any] | None, masked: b
 
 def test_operations_of_packages_are_known_by_name() -> None:
     """Those of a GPU cannot run here; what they are called can be checked where they are defined."""
-    from torch._higher_order_ops.flex_attention import flex_attention
-    from torch._higher_order_ops.wrap import inductor_compiled_code
     from torch.nn.attention import varlen  # noqa: F401 - which registers its operation
 
-    from zero2all.parallel.selective_checkpoint import is_saved
+    from zero2all.parallel.activation_checkpoint import is_saved
 
     ops = torch.ops
     forward = (ops.aten._grouped_mm, ops._c10d_functional.all_to_all_single, ops.torch_attn._varlen_attn)
     assert all(is_saved(op.default) for op in forward)
-    assert all(is_saved(op) for op in (flex_attention, inductor_compiled_code))
     assert not is_saved(ops.aten.silu.default)
     library = torch.library.Library("flash_attn", "FRAGMENT")
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
@@ -273,40 +269,3 @@ def test_hardware_flops_are_those_that_torch_counts(moe: dict[str, Any] | None) 
             step(parallel_model)
         flops = flops_per_token(parallel_model.config, 32).hardware(mode, every=every)
         assert flops * 128 == pytest.approx(counter.get_total_flops(), rel=0.01), (mode, every)
-
-
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "tp": ({"tp": 2}, None),
-    "ep": ({"ep": 2}, MOE),
-    "pipeline": ({"pp": 2}, {**MOE, "load_balancing": "bias"}),
-    "groups over shards": ({"dp_shard": 2}, None),
-}
-
-
-def on_every_layout() -> dict[tuple[str, str], tuple[float, dict[str, Tensor], list[list[float]]]]:
-    found = {}
-    for name, (sizes, moe) in LAYOUTS.items():
-        for mode in MODES:
-            groups = {"activation_checkpointing_every": 2} if mode == "full" and name.startswith("groups") else {}
-            parallel_model = build_model(mode, moe, {**sizes, **groups})
-            total = float(parallel_model.all_reduce_sum(step(parallel_model).sum()))
-            found[name, mode] = total, gradients(parallel_model), loads(parallel_model)
-    return found
-
-
-@pytest.mark.long
-def test_checkpointing_changes_nothing_on_ranks_either() -> None:
-    ranks = on_ranks(2, on_every_layout)
-    for found in ranks:
-        for name in LAYOUTS:
-            plain_loss, plain, plain_load = found[name, "none"]
-            for mode in MODES[1:]:
-                loss, gradient, load = found[name, mode]
-                assert loss == pytest.approx(plain_loss, rel=1e-6)
-                assert load == plain_load
-                assert gradient.keys() == plain.keys()
-                for parameter, value in plain.items():
-                    torch.testing.assert_close(gradient[parameter], value, atol=1e-6, rtol=1e-5)
-    for name in LAYOUTS.keys() - {"tp"}:
-        counted = sum(sum(map(sum, found[name, "full"][2])) for found in ranks)
-        assert counted == 3 * 128 * 2, "layers, tokens, experts of a token, whichever rank has them"

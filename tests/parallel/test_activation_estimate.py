@@ -14,7 +14,7 @@ from tests.parallel.sharded_memory import RankMemory, dry_run
 from tests.parallel.test_activation_checkpoint import Storages, build_model
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.parallel.batch_split import split_batch
+from zero2all.parallel.mesh import split_batch
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 from zero2all.torch_private import init_fake_process_group

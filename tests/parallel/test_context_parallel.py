@@ -11,7 +11,7 @@ from torch import Tensor
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import document_starts
 from zero2all.model.ops import OPS
-from zero2all.model.ops.attention import AttentionBackend
+from zero2all.model.ops.attention import AttentionBackend, MaskInputs
 from zero2all.model.ops.document_attention import merge_attention
 from zero2all.model.ops.varlen import (
     VarlenSequences,
@@ -49,7 +49,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None, window: in
     """Output and gradients of the reference over whole rows."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     backend = OPS["attention"]["reference"].load()
-    out = backend.attend(q, k, v, backend.mask_for(doc_starts, LENGTH, window, CPU))
+    out = backend.attend(q, k, v, backend.mask_for(MaskInputs(doc_starts, LENGTH, window, CPU)))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
@@ -90,7 +90,7 @@ def differences(ranks: int) -> list[tuple[float, int]]:
         parallel = ContextParallel(mesh.get_mesh("cp"), recipe)
         mine = parallel.local_positions(LENGTH, CPU)
         backend = parallel._attention_backend(OPS["attention"]["sdpa"].load())
-        mask = backend.mask_for(starts(documents), LENGTH // ranks, window, CPU)
+        mask = backend.mask_for(MaskInputs(starts(documents), LENGTH // ranks, window, CPU))
         own = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
         kept: list[int] = []
 

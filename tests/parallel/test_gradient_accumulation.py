@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.parallel.sharded_memory import dry_run
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.parallel.gradient_accumulation import fsdp_param_groups
+from zero2all.parallel.gradient_sync import fsdp_param_groups
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
 
 RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128
@@ -50,7 +50,7 @@ def tensors(parallel_model: ParallelModel) -> Iterator[Tensor]:
 
 
 def groups(parallel_model: ParallelModel) -> list[Any]:
-    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model._model_parts
+    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model.model_parts
     return [group for root in roots for group in fsdp_param_groups(root)]
 
 
@@ -135,6 +135,7 @@ def alone(samples: int, moe: bool) -> dict[str, Tensor]:
     }
 
 
+ZERO = {"every": 3, "last": 1}  # the stage that reduces gradients with every micro-batch, or with the last
 CASES: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "FSDP 4": ({}, False, ("every", "last")),
     "HSDP 2x2": ({"dp_replicate": 2}, False, ("every", "last")),
@@ -151,7 +152,7 @@ def stated(name: str, mode: str) -> list[int]:
     sizes, moe, _ = CASES[name]
     batch = MICROS * shape_of(sizes).dp * LENGTH
     train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": "fp32"}
-    parallel = {**sizes, "gradient_sync": mode}
+    parallel = {**sizes, "zero": ZERO[mode]}
     model = config(moe).model_dump()
     recipe = Recipe.model_validate({"model": {**model, "vocab_size": None}, "train": train, "parallel": parallel})
     recipe = recipe.model_copy(update={"model": config(moe)})  # with a vocabulary smaller than any tokenizer's
@@ -213,7 +214,7 @@ def everything(
     for name, (sizes, moe, modes) in CASES.items():
         one = references[MICROS * shape_of(sizes).dp, moe]
         for mode in modes:
-            found[name, mode] = accumulate({**sizes, "gradient_sync": mode}, moe, torch.float32, one)
+            found[name, mode] = accumulate({**sizes, "zero": ZERO[mode]}, moe, torch.float32, one)
         if "zbv" in name or name == "FSDP 4":
             found[name, "bf16"] = accumulate(sizes, moe, torch.bfloat16, one)
     return found, buffers_sent(), gathered_ahead()

@@ -21,10 +21,10 @@ from zero2all.train.optimizer import build_optimizers, set_learning_rate
 RANKS, STEPS = 4, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DDP": {"dp_replicate": RANKS, "dp_shard": 1},
-    "FSDP, every": {"gradient_sync": "every"},
-    "HSDP, every": {"dp_replicate": 2, "gradient_sync": "every"},
-    "HSDP, last": {"dp_replicate": 2, "gradient_sync": "last"},
-    "FSDP x PP, last": {"pp": 2, "gradient_sync": "last"},
+    "FSDP": {},
+    "HSDP": {"dp_replicate": 2},
+    "HSDP, reduced with the last": {"dp_replicate": 2, "zero": 1},
+    "FSDP x PP, reduced with the last": {"pp": 2, "zero": 1},
 }
 GRADIENT_TOLERANCE = 8e-3  # relative, of bf16 with its 8 bits: each rank's part is rounded, and the sum
 LOSS_TOLERANCE = 2e-3  # after a few steps
@@ -100,7 +100,7 @@ def every_layout(references: dict[int, dict[str, Tensor]]) -> dict[tuple[str, st
 def test_bf16_halves_what_is_sent_and_rounds_only_that() -> None:
     references = {dp: alone(MICROS * dp, moe=False) for dp in (2, 4)}
     for rank, found in enumerate(on_ranks(RANKS, every_layout, references, detail=False)):
-        for name, sizes in LAYOUTS.items():
+        for name in LAYOUTS:
             fp32, bf16, where = found[name, "fp32"], found[name, "bf16"], f"{name}, rank {rank}"
             assert fp32.held <= {torch.float32}, where
             assert bf16.held == fp32.held, where
@@ -110,7 +110,7 @@ def test_bf16_halves_what_is_sent_and_rounds_only_that() -> None:
             assert bf16.losses[-1] < bf16.losses[0] - 0.05, "nothing was learned"
             if name == "DDP":  # its own all-reduce of fp32 is not seen from Python
                 assert bf16.sent == 2 * sum(weight.numel() for weight in bf16.weights), where
-            elif sizes.get("dp_replicate", 1) > 1 and sizes["gradient_sync"] == "every":
+            elif name == "HSDP":
                 # Shards of a replica are added up in fp32 until the last micro-batch.
                 assert bf16.sent == fp32.sent * (MICROS - 1 + 0.75) / (MICROS + 0.5), where
             else:

@@ -40,7 +40,7 @@ def gradients(sizes: dict[str, int]) -> dict[str, Tensor]:
     parallel_model.forward_backward(own[:, :-1], own[:, 1:], tokens[:, 1:].numel())
     found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
     full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-    parallel_model.close()
+    parallel_model.mesh.close()
     return full
 
 

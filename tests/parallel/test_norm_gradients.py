@@ -56,7 +56,7 @@ def gradients(sizes: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
     found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
     full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
     full["norm"] = parallel_model.clip_grad_norm_(1e9)
-    parallel_model.close()
+    parallel_model.mesh.close()
     return full, [*calls, *[0] * functional.count]
 
 

@@ -23,13 +23,11 @@ Weights = dict[str, Tensor]
 DDP = {"dp_replicate": RANKS, "dp_shard": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DDP": DDP,
-    "FSDP": {"gradient_sync": "every"},
+    "FSDP": {},
     "DDP, bf16": {**DDP, "gradient_dtype": "bf16"},
-    "FSDP, bf16": {"gradient_sync": "every", "gradient_dtype": "bf16"},
-    "FSDP, bf16, auto": {
-        "gradient_sync": "every", "gradient_dtype": "bf16", "dp_replicate": "auto", "dp_shard": RANKS,
-    },
-}  # fmt: skip
+    "FSDP, bf16": {"gradient_dtype": "bf16"},
+    "FSDP, bf16, auto": {"gradient_dtype": "bf16", "dp_replicate": "auto", "dp_shard": RANKS},
+}
 
 
 def samples_of(rank: int) -> Tensor:

@@ -121,7 +121,7 @@ def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype) -> Held:
     patch = pytest.MonkeyPatch()
     patch.setattr(kind, "wait_for_unshard", wait_for_unshard)
     patch.setattr(kind, "post_backward", post_backward)
-    for part in run.model._model_parts:
+    for part in run.model.model_parts:
         part.register_forward_pre_hook(between)
     losses = [run.step(0)]
     patch.undo()

@@ -8,7 +8,6 @@ import torch
 from zero2all.bench.step import BenchStep
 from zero2all.gpu_specs import GPUS
 from zero2all.model.cost.activations import dropout_score_bytes
-from zero2all.model.cost.model_size import training_memory
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
@@ -49,8 +48,6 @@ def test_gradients_and_optimizer_are_those_of_trained_weights(overrides: list[st
     assert _planned(recipe, "weights (stored)") == weights
     assert _planned(recipe, "gradients") == gradients
     assert _planned(recipe, "optimizer state") == moments
-    estimate = training_memory(recipe, CPU)
-    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, moments)
     assert (gradients < 0.1 * weights) == bool(overrides)
 
 

@@ -10,7 +10,7 @@ import torch
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import GPUS
 from zero2all.model import Z2all
-from zero2all.model.cost.named_gpu import with_precision_of
+from zero2all.model.cost.describe import with_precision_of
 from zero2all.model.kv_cache import KVCache
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Plan, plan_run

@@ -161,7 +161,7 @@ def times(*changes: dict[str, float]) -> RankTimes:
         (
             ["parallel.dp_shard=2", "parallel.reshard_after_forward=never"],
             [{"communication": 6.0}] * 2,
-            ["parallel.gradient_sync=last"],
+            ["parallel.zero=1"],
         ),
         (["parallel.dp_replicate=2"], [{"communication": 6.0}] * 2, ["all-reduced once a step"]),
         (["parallel.pp=2"], [{"communication": 6.0}] * 2, ["more micro-batches"]),

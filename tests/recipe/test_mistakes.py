@@ -42,8 +42,6 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "model.vocab_size (320) is smaller": {"model": {"vocab_size": 320}},
     "only one of dp_replicate": {"parallel": {"dp_replicate": "auto"}},
     "zero=2 keeps the gathered weights": {"parallel": {"zero": 2, "reshard_after_forward": "always"}},
-    "gradients that are reduce-scattered with every": {"parallel": {"zero": 1, "gradient_sync": "every"}},
-    "gradients that are reduce-scattered with the last": {"parallel": {"zero": 2, "gradient_sync": "last"}},
     "offload is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
     "Muon multiplies whole": {"parallel": {"offload": "cpu"}, "train": {"optimizer": {"name": "muon"}}},
     "the files of parallel.offload hold the moments": {

@@ -19,12 +19,12 @@ SECRET = "a secret of this test only"
 TRAINER = """
 import os, signal, sys, time
 from zero2all.recipe import load_recipe
-from zero2all.train import Run, TrainerHooks, island_run, train
+from zero2all.train import Run, TrainerHooks, islands, train
 
 recipe, kill_at, saved, patience, pause = load_recipe(sys.argv[1]), *map(float, sys.argv[2:6])
-island_run.START_PATIENCE = patience
-place = island_run.island_place(recipe)
-checkpoints = Run(recipe, island_run.with_island_run(recipe, place).run_dir).checkpoints
+islands.START_PATIENCE = patience
+place = islands.island_place(recipe)
+checkpoints = Run(recipe, islands.with_island_run(recipe, place).run_dir).checkpoints
 
 def watch(batch):
     time.sleep(pause)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
 from zero2all.train import adamw_bf16

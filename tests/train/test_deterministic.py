@@ -15,6 +15,7 @@ from torch import Tensor
 from zero2all.errors import UsageError
 from zero2all.hardware import CUBLAS_VARIABLE, set_deterministic
 from zero2all.model.ops import OPS, choose_kernels
+from zero2all.model.ops.attention import MaskInputs
 from zero2all.recipe import ModelConfig, Recipe
 from zero2all.train import trainer
 
@@ -49,28 +50,12 @@ def model(**ops: str) -> ModelConfig:
     return ModelConfig.model_validate({"vocab_size": 64, "ops": ops})
 
 
-def test_auto_skips_kernels_that_are_not_deterministic() -> None:
-    assert choose_kernels(model(), CUDA, deterministic=False)["attention"].form == "sdpa"
-    chosen = choose_kernels(model(), CUDA, deterministic=True)["attention"]
-    assert chosen.form == "sdpa"
-    assert "same bits" in chosen.others["flex"]
-    torch.use_deterministic_algorithms(True)  # as a run does, before it builds the model
-    assert choose_kernels(model(), CUDA)["attention"].form == "sdpa"
-
-
-def test_a_nondeterministic_kernel_is_refused_with_both_remedies() -> None:
-    with pytest.raises(
-        UsageError, match=r"attention=flex .*same bits.*model\.ops\.attention=auto.*deterministic=false"
-    ):
-        choose_kernels(model(attention="flex"), CUDA, deterministic=True)
-    assert choose_kernels(model(attention="flex"), CUDA, deterministic=False)["attention"].form == "flex"
-
-
 def test_flash_attn_uses_its_deterministic_backward(flash_attn: list[dict[str, Any]]) -> None:
-    assert choose_kernels(model(attention="flash"), CUDA, deterministic=True)["attention"].form == "flash"
+    assert choose_kernels(model(attention="flash"), CUDA)["attention"].form == "flash"
     backend = OPS["attention"]["flash"].load()
     q = torch.zeros(1, 2, 4, 8)
-    masks = [backend.mask_for(starts, 4, None, q.device) for starts in (None, torch.zeros(1, 4, dtype=torch.int32))]
+    documents = (None, torch.zeros(1, 4, dtype=torch.int32))
+    masks = [backend.mask_for(MaskInputs(starts, 4, None, q.device)) for starts in documents]
     for on in (False, True):
         torch.use_deterministic_algorithms(on)
         for mask in masks:

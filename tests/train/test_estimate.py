@@ -189,7 +189,10 @@ def test_a_source_that_is_read_often_is_a_warning(workspace: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    [("MAX_SAMPLE_SECONDS", 0.0, "one sample would take"), ("free_memory", lambda: 1000, "1.00KB are free here")],
+    [
+        ("MAX_SAMPLE_SECONDS", 0.0, "one sample would take"),
+        ("free_device_memory", lambda device, ranks: 1000, "1.00KB are free here"),
+    ],
 )
 def test_a_machine_that_cannot_measure_says_why(
     name: str, value: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,12 +13,11 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
-from tests.ranks import on_ranks
 from tests.train.test_kill import run_trainer
 from zero2all.corpus import build_corpus
 from zero2all.errors import RecipeError, UsageError, Z2aError
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses
-from zero2all.recipe import ParallelRecipe, Recipe, parse_recipe, recipe_yaml
+from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokens import build_tokens
 from zero2all.track import read_steps
@@ -191,22 +190,6 @@ def test_sigkill_and_resume_repeats_the_same_rollouts(grpo: Recipe, tmp_path: Pa
     assert one == other
     rewards = [[values["reward"] for values in steps_of(recipe).values()] for recipe in paths.values()]
     assert np.array_equal(*rewards)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 4}, {"pp": 2, "dp_shard": 2}])
-def test_four_ranks_train_as_one(grpo: Recipe, parallel: dict[str, int], tmp_path: Path) -> None:
-    recipe = elsewhere(grpo, tmp_path / "one")
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch_tokens": SEQ_LEN})})
-    train(recipe)
-    several = recipe.model_copy(update={"out": tmp_path / "four", "parallel": ParallelRecipe(**parallel)})
-    on_ranks(4, train, several, detail="dp_replicate" not in parallel)
-    one, four = (
-        [value for values in steps_of(run).values() for value in (values["loss"], values["reward"])]
-        for run in (recipe, several)
-    )
-    assert one == pytest.approx(four, abs=1e-4)
 
 
 def test_answers_may_come_from_a_server(grpo: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

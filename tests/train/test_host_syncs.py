@@ -17,7 +17,7 @@ from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
 from zero2all.train.trainer import Trainer
 
 MOE = MoeConfig(num_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16)
-ONE_READ = {"tolist in device_batch.py:tolist": 1}
+ONE_READ = {"tolist in data_loader.py:tolist": 1}
 
 
 def syncs_of_a_step(workspace: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Counter[str]:

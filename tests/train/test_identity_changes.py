@@ -10,7 +10,7 @@ from zero2all.checkpoint import RunIdentity
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.errors import UsageError
 from zero2all.train import train
-from zero2all.train.identity_changes import identity_changes
+from zero2all.train.resume import identity_changes
 
 STAGE = StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None])
 RUN = RunIdentity([STAGE], "t1", {"num_hidden_layers": 2, "qk_norm": False}, "adamw", settings={"seed": 1})

@@ -458,36 +458,8 @@ def load_on_ranks(root: Path, tokenizer: Path) -> None:
             assert torch.equal(found, expected[name]), (kind, sizes, name)
 
 
-def train_on_ranks(recipe: Recipe) -> None:
-    train(recipe)
-
-
 @pytest.mark.long
 def test_every_layout_loads_the_same_weights(extended: Path, workspace: Path, tmp_path: Path) -> None:
     for kind in ("qwen3", "llama", "qwen3_moe"):
         write_hf(tmp_path / kind, kind, workspace / "tokenizer")
     on_ranks(2, load_on_ranks, tmp_path, extended, detail=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("parallel", ["{dp_shard: 2}", "{tp: 2, dp_shard: 1}"])
-@pytest.mark.parametrize("kind", ["run", "hf"])
-def test_two_ranks_train_as_one_process(
-    kind: str, parallel: str, source: Recipe, workspace: Path, tmp_path: Path
-) -> None:
-    write_hf(tmp_path / "hf", "qwen3", workspace / "tokenizer")
-    losses, records = [], []
-    for ranks, layout in ((1, "{}"), (2, parallel)):
-        overrides = [f"out={tmp_path / str(ranks)}", "train.steps=3", f"parallel={layout}"]
-        if kind == "hf":
-            recipe = hf_recipe(tmp_path / "hf", workspace, *overrides)
-        else:
-            recipe = tiny_recipe(workspace, f"train.init={source.out}", *overrides)
-        if ranks == 1:
-            train(recipe)
-        else:
-            on_ranks(ranks, train_on_ranks, recipe, detail=False)
-        losses.append([values["loss"] for values in read_steps(recipe.run_dir / "record.jsonl").values()])
-        records.append(Run.open(recipe.run_dir).initial_weights())
-    assert losses[1] == pytest.approx(losses[0], abs=5e-6)
-    assert records[0] == records[1] is not None

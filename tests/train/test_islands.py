@@ -17,7 +17,7 @@ from zero2all.recipe import Recipe, parse_recipe
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
-from zero2all.train import Run, TrainerHooks, island_run, train
+from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import Batch
 from zero2all.train.trainer import Trainer
 
@@ -27,7 +27,7 @@ STREAMING = ["parallel.sync.fragments=2", "parallel.sync.overlap=2"]
 
 @pytest.fixture
 def islands(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(island_run, "START_PATIENCE", 60.0)
+    monkeypatch.setattr("zero2all.train.islands.START_PATIENCE", 60.0)
     with thread_islands() as found:
         yield found
 

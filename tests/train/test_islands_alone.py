@@ -14,7 +14,7 @@ from tests.train.test_outer_optimizer import TinyModel, flat, train_a_little
 from zero2all.checkpoint.training_state import IslandsState
 from zero2all.elastic.island_quorum import StartAnswer
 from zero2all.errors import Z2aError
-from zero2all.recipe.sync import SyncRecipe
+from zero2all.recipe.parallel import SyncRecipe
 from zero2all.train import islands as islands_module
 from zero2all.train.island_link import Exchanged, Missed
 from zero2all.train.islands import FRAGMENT_NUMBERS, Islands

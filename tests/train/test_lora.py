@@ -9,12 +9,11 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
-from tests.ranks import on_ranks
 from zero2all.errors import RecipeError, UsageError
 from zero2all.export import export_adapter_of_run, export_run
 from zero2all.model import Z2all
 from zero2all.model.lora import LoRALinear, adapters, merge_adapters
-from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe
+from zero2all.recipe import ModelConfig, Recipe
 from zero2all.train import Run, train
 
 
@@ -111,18 +110,6 @@ def test_mistakes_are_named(workspace: Path, base: Run, tmp_path: Path) -> None:
         tiny_recipe(workspace, f"out={tmp_path}", "model.lora={rank: 4}")
     with pytest.raises(RecipeError, match="not sharded by tp"):
         lora_recipe(workspace, base, tmp_path, "parallel.tp=2")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}])
-def test_two_ranks_train_as_one(
-    workspace: Path, base: Run, tuned: Run, parallel: dict[str, int], tmp_path: Path
-) -> None:
-    recipe = lora_recipe(workspace, base, tmp_path).model_copy(update={"parallel": ParallelRecipe(**parallel)})
-    on_ranks(2, train, recipe, detail="dp_replicate" not in parallel)
-    expected = [float(loss) for loss in losses(tuned).values()]
-    assert [float(loss) for loss in losses(Run.open(recipe.run_dir)).values()] == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_matrix_without_an_adapter_stays_plain() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2all.recipe import ExtendMode, ScheduleRecipe
-from zero2all.train.lr_schedule import LRSchedule, StageSchedule
+from zero2all.train.plan import LRSchedule, StageSchedule
 
 SHAPES = ["cosine", "linear", "constant", "inverse-sqrt", "wsd"]
 

@@ -208,12 +208,6 @@ def check_muon(found: list[dict[str, MuonOnMesh]], tolerance: float) -> None:
 
 
 @pytest.mark.long
-def test_muon_divides_matrices_over_the_ranks() -> None:
-    """Shards of two mesh dimensions, and replicas."""
-    check_muon(run_ranks(4, _on_a_mesh, ["FSDP 2 x TP 2", "HSDP 2x2, experts"], "fp32", seconds=240), 2e-5)
-
-
-@pytest.mark.long
 def test_muon_updates_shards_as_it_updates_full_matrices() -> None:
     names = list(MUON_LAYOUTS)
     check_muon(run_ranks(4, _on_a_mesh, names, "fp32", seconds=240, detail=False), 2e-5)

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import tiny_recipe
 from zero2all.errors import RecipeError
 from zero2all.model import Z2all
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.recipe import ModelConfig, OptimizerRecipe, parse_recipe
 from zero2all.train import Run, train
 from zero2all.train.optimizer import build_optimizers, set_learning_rate

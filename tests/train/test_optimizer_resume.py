@@ -1,4 +1,4 @@
-"""Runs with weights in bf16, Adafactor and 8-bit AdamW: resumed bit by bit, refused, exported, started from."""
+"""Runs with weights in bf16, Adafactor, Muon and 8-bit AdamW: resumed bit by bit, refused, exported, started from."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "kahan": KAHAN,
     "adafactor": ["train.optimizer.name=adafactor", MOE],
     "adamw-8bit": ["train.optimizer.name=adamw-8bit", "model.hidden_size=64"],
+    "muon": ["train.optimizer.name=muon"],
 }
 
 
@@ -49,6 +50,7 @@ def losses(out: Path) -> list[float]:
         ("stochastic", True),
         ("kahan", False),
         ("adafactor", False),
+        ("muon", False),
         pytest.param("adamw-8bit", False, marks=pytest.mark.long),
         pytest.param("adafactor", True, marks=pytest.mark.long),
         pytest.param("kahan", True, marks=pytest.mark.long),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.parallel.sharded_memory import dry_run
 from tests.state_bytes import state_bytes, tensor_bytes
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import local_part
 from zero2all.recipe import Recipe

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zero2all.errors import Z2aError
-from zero2all.recipe.sync import SyncRecipe
+from zero2all.recipe.parallel import SyncRecipe
 from zero2all.train.outer_optimizer import (
     BLOCK,
     ExchangeDtype,

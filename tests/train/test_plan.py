@@ -10,8 +10,7 @@ from tests.conftest import tiny_recipe
 from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe import ScheduleRecipe
 from zero2all.tokens import TokenStore
-from zero2all.train.lr_schedule import LRSchedule
-from zero2all.train.plan import Plan, cap_mixture_weights
+from zero2all.train.plan import LRSchedule, Plan, cap_mixture_weights
 
 STAGES = """[
   {name: warm, steps: 6, mixture: {en: 1, zh: 1}},

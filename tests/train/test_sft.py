@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,33 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.checkpoint.helpers import losses
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
-from tests.ranks import on_ranks
-from tests.train.test_kill import run_trainer
-from tests.train.test_preference import elsewhere, saved
+from tests.train.test_preference import elsewhere
 from zero2all.cli.main import app
 from zero2all.conversation import Conversation
 from zero2all.corpus import build_corpus
 from zero2all.errors import Z2aError
 from zero2all.evals import evaluate_bpb
-from zero2all.export import export_run
 from zero2all.model import IGNORE_INDEX, document_starts
-from zero2all.parallel import ParallelModel
-from zero2all.recipe import ParallelRecipe, Recipe, recipe_yaml
+from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.inspect import inspect_conversations, render_conversations
 from zero2all.track import read_steps
-from zero2all.train import Run, data_loader, train
+from zero2all.train import Run, train
 from zero2all.train.data_loader import Batch, read_batch
 from zero2all.train.plan import Plan
-from zero2all.train.step_objective import StepLoss, TokenObjective
-from zero2all.units import Duration
 
 SEQ_LEN = 64
 
@@ -103,35 +92,6 @@ def inspect_command(recipe: Recipe, folder: Path, *options: str) -> Any:
 def padded(recipe: Recipe) -> Recipe:
     objective = recipe.train.objective.model_copy(update={"packing": False})
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"objective": objective})})
-
-
-def test_the_loss_is_that_of_transformers_on_the_answers_of_every_conversation(
-    sft: Recipe, base: Run, tmp_path: Path
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    export_run(base, tmp_path / "hf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sft.tokenizer_dir)
-    train(sft)
-    chats, plan = documents_of(sft), make_plan(sft)
-    stage = plan.stage_of(0)
-    spans = stage.dataset.documents(*stage.sample_range(0))
-    assert len(spans) > 8
-    total, count = 0.0, 0
-    for span in spans:
-        messages = chats[span.gid].to_json()["messages"]
-        encoded = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
-        )
-        mask = torch.as_tensor(encoded["assistant_masks"]).bool()
-        ids = torch.as_tensor(encoded["input_ids"])
-        with torch.inference_mode():
-            logits = model(ids).logits
-        nats = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
-        total += float(nats[mask[0, 1:]].sum())
-        count += int(mask.sum())
-    assert read_batch(plan, 0).global_valid_tokens == count
-    assert float(losses(Run.open(sft.run_dir))[0]) == pytest.approx(total / count, abs=1e-5)
 
 
 def test_only_answers_and_the_tokens_that_end_them_are_targets(sft: Recipe) -> None:
@@ -333,99 +293,11 @@ def first_step_is_right(recipe: Recipe, base: Run, out: Path) -> bool:
     return bool((recorded["loss"], recorded["grad_norm"]) == right)
 
 
-def change_targets(change: Callable[[Batch], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        def read(*given: Any) -> Batch:
-            batch = read_batch(*given)
-            targets = change(batch)
-            return replace(batch, targets=targets, global_valid_tokens=int((targets != IGNORE_INDEX).sum()))
-
-        patch.setattr(data_loader, "read_batch", read)
-
-    return apply
-
-
-def change_weights(weight: Callable[[Tensor, Batch, slice], float]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Each micro-batch has a weight of its own."""
-
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        def begin(self: TokenObjective, model: ParallelModel, batch: Batch) -> StepLoss:
-            def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
-                assert isinstance(rows, slice)
-                return losses_BS.sum() * weight(losses_BS, batch, rows)
-
-            return StepLoss(1.0, objective)
-
-        patch.setattr(TokenObjective, "begin", begin)
-
-    return apply
-
-
-def all_tokens(batch: Batch) -> Tensor:
-    return torch.cat([batch.inputs[:, 1:], batch.targets[:, -1:]], dim=1)
-
-
-def prompts_alone(batch: Batch) -> Tensor:
-    return torch.where(batch.targets == IGNORE_INDEX, all_tokens(batch), IGNORE_INDEX)
-
-
-def without_ends(batch: Batch) -> Tensor:
-    last = torch.nn.functional.pad(batch.targets[:, 1:] == IGNORE_INDEX, (0, 1), value=True)
-    return batch.targets.masked_fill(last, IGNORE_INDEX)
-
-
-def shifted_twice(batch: Batch) -> Tensor:
-    return torch.nn.functional.pad(batch.targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def mean_of_means(losses_BS: Tensor, batch: Batch, rows: slice) -> float:
-    assert batch.micro_batch_size is not None
-    return 1 / max(1, int((losses_BS != 0).sum())) / (len(batch.inputs) / batch.micro_batch_size)
-
-
-def pads_counted(losses_BS: Tensor, batch: Batch, rows: slice) -> float:
-    return 1 / batch.inputs.numel()
-
-
-def full_windows(losses_BS: Tensor, batch: Batch, rows: slice) -> float:
-    """As if every micro-batch, and the last one too, had its full share of targets."""
-    assert batch.micro_batch_size is not None
-    real = sum(bool(source) for source in batch.sources[rows])
-    return 1 / batch.global_valid_tokens * real / batch.micro_batch_size
-
-
-TRAPS = {
-    "the prompt is in the loss": change_targets(all_tokens),
-    "the wrong role is learned": change_targets(prompts_alone),
-    "labels are shifted once more": change_targets(shifted_twice),
-    "the token that ends an answer is cut": change_targets(without_ends),
-    "pads are in the mean": change_weights(pads_counted),
-    "short micro-batches weigh as much as long ones": change_weights(mean_of_means),
-    "the last micro-batch is weighted by its rows": change_weights(full_windows),
-}
-
-
 def test_the_first_step_is_that_of_the_plain_reference(sft: Recipe, base: Run, tmp_path: Path) -> None:
     """Eight rows in micro-batches of three: the last one is partial."""
     batch = read_batch(make_plan(sft), 0)
     assert len(batch.inputs) > sum(map(bool, batch.sources))
     assert first_step_is_right(sft, base, tmp_path)
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_a_known_mistake_is_seen(
-    sft: Recipe, base: Run, trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    TRAPS[trap](monkeypatch)
-    assert not first_step_is_right(sft, base, tmp_path)
-
-
-def test_ranks_that_read_the_same_rows_are_seen(sft: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero2all.parallel.mesh import shard_range as shares
-
-    monkeypatch.setattr(data_loader, "shard_range", lambda count, _, ranks: shares(count, 0, ranks))
-    with pytest.raises(AssertionError):
-        test_ranks_share_the_rows_and_agree_on_the_number_of_targets(sft, 2)
 
 
 @pytest.mark.parametrize(
@@ -444,30 +316,3 @@ def test_a_template_that_drops_a_turn_is_refused(sft: Recipe, written: str, inst
     template.write_text(source.replace(written, instead), encoding="utf-8")
     with pytest.raises(Z2aError, match="drops"):
         build_tokens(sft.tokens, sft.documents_dir, tmp_path / "tokenizer", tmp_path / "tokens")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}])
-def test_four_ranks_train_as_one(sft: Recipe, parallel: dict[str, int], tmp_path: Path) -> None:
-    recipe = elsewhere(sft, tmp_path / "one", micro_batch_tokens=SEQ_LEN)
-    train(recipe)
-    several = recipe.model_copy(update={"out": tmp_path / "four", "parallel": ParallelRecipe(**parallel)})
-    on_ranks(4, train, several, detail=True)
-    one, four = ([float(value) for value in losses(Run.open(run.run_dir)).values()] for run in (recipe, several))
-    assert four == pytest.approx(one, abs=2e-5)
-    weights = [Run.open(run.run_dir).load_model().state_dict() for run in (recipe, several)]
-    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-3
-
-
-@pytest.mark.long
-def test_sigkill_and_resume_is_bitwise_the_uninterrupted_run(sft: Recipe, tmp_path: Path) -> None:
-    recipe = elsewhere(sft, tmp_path / "uninterrupted", steps=9)
-    recipe = recipe.model_copy(
-        update={"checkpoint": recipe.checkpoint.model_copy(update={"every": Duration(7, "steps")})}
-    )
-    assert run_trainer(saved(recipe), 9)[0] == 0
-    killed = recipe.model_copy(update={"out": tmp_path / "killed"})
-    assert run_trainer(saved(killed), 8)[0] == -signal.SIGKILL
-    assert run_trainer(saved(killed), 9)[0] == 0
-    assert losses(Run.open(killed.run_dir)) == losses(Run.open(recipe.run_dir))

@@ -16,7 +16,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.tokens import DocumentSpan
 from zero2all.train import Trainer, train
 from zero2all.train.hooks import TrainerHooks
-from zero2all.train.spike_report import MAX_SAMPLES_READ
+from zero2all.train.spike_detector import MAX_SAMPLES_READ
 
 
 class FakeDataset:

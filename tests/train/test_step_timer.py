@@ -22,8 +22,7 @@ from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.train import TrainerHooks, train
-from zero2all.train.data_loader import DataLoader
-from zero2all.train.device_batch import HostCopy
+from zero2all.train.data_loader import DataLoader, HostCopy
 from zero2all.train.step_timer import PARTS, HostClock, Part, StepTime, StepTimer
 from zero2all.train.trainer import Trainer
 

@@ -9,7 +9,7 @@ import torch
 from tests.conftest import tiny_recipe
 from zero2all.errors import UsageError
 from zero2all.train import Run, TrainerHooks, trace_step, train
-from zero2all.train.trace import trace_text
+from zero2all.train.blame import trace_text
 
 
 def test_a_step_is_traced_to_the_documents_that_the_trainer_saw(workspace: Path, tmp_path: Path) -> None:

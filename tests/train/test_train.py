@@ -184,35 +184,11 @@ def test_a_finished_run_is_left_unchanged_and_can_be_extended(
     assert list(losses(Run.open(tmp_path))) == list(range(14))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("seed=12", "seed"),
-        ("train.seq_len=16", "train.seq_len"),
-        ("model.num_hidden_layers=3", "model.num_hidden_layers"),
-        ("train.batch_tokens=128", "train.batch_tokens"),
-    ],
-)
-def test_a_run_with_another_identity_is_refused(change: str, named: str, workspace: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2"))
-    with pytest.raises(UsageError, match=named):
-        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", change))
-
-
 def test_tokens_of_another_tokenizer_are_refused(workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "tokenizer.vocab_size=576", f"tokenizer.dir={tmp_path}/other")
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
     with pytest.raises(Z2aError, match="another tokenizer"):
         train(recipe)
-
-
-def test_muon_resumes_bit_for_bit_too(workspace: Path, tmp_path: Path) -> None:
-    muon = "train.optimizer.name=muon"
-    train(tiny_recipe(workspace, f"out={tmp_path}/a", muon))
-    with pytest.raises(Interrupted):
-        train(tiny_recipe(workspace, f"out={tmp_path}/b", muon), hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
-    train(tiny_recipe(workspace, f"out={tmp_path}/b", muon))
-    assert_same_run(Run.open(tmp_path / "a"), Run.open(tmp_path / "b"))
 
 
 def test_settings_changed_on_resume_are_applied(workspace: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 from zero2all.train.blame import blame_step
-from zero2all.train.teacher import Teacher
+from zero2all.train.distill_objective import Teacher
 
 BEGIN, TURN_END, HEADER_END = "<|begin_of_text|>", "<|eot_id|>", "<|end_header_id|>"
 TEMPLATE = (

@@ -13,11 +13,10 @@ import torch
 from zero2all.bench.measurements import BenchReport, Measurement, this_machine
 from zero2all.console import progress
 from zero2all.hardware import pick_device, synchronize
-from zero2all.parallel.batch_split import split_batch
+from zero2all.parallel.mesh import split_batch
 from zero2all.recipe import Recipe
 from zero2all.tokens import TokenStore
-from zero2all.train.data_loader import DataLoader, read_batch
-from zero2all.train.device_batch import BatchCopier
+from zero2all.train.data_loader import BatchCopier, DataLoader, read_batch
 from zero2all.train.plan import Plan
 from zero2all.train.run import require_data
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.errors import UsageError
-from zero2all.parallel.batch_split import even_micro_batch_size
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import ParallelDims, even_micro_batch_size
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe, TrainRecipe
 from zero2all.recipe.model import LoraConfig
 from zero2all.recipe.parallel import parallel_mistakes
@@ -190,10 +189,8 @@ def cases() -> list[ParityCase]:
         _case("HSDP 2x2", 4, dp_replicate=2),
         *_accumulation_cases(),
         *_zero_cases(),
-        *(_case(f"TP {n}", n, tp=n, sp=False, loss_parallel=False) for n in (2, 4)),
-        *(_case(f"TP {n} + SP", n, tp=n, loss_parallel=False) for n in (2, 4)),
-        *(_case(f"TP {n} + SP, parallel loss", n, tp=n) for n in (2, 4)),
-        _case("TP 2, parallel loss", 2, tp=2, sp=False),
+        *(_case(f"TP {n}", n, tp=n, sp=False) for n in (2, 4)),
+        *(_case(f"TP {n} + SP", n, tp=n) for n in (2, 4)),
         *(_case(f"PP {n} {schedule}", n, pp=n, schedule=schedule) for n in (2, 4) for schedule in schedules),
         *(_case(f"CP {n} gather", n, cp=n) for n in (2, 4)),
         *(_case(f"CP {n} ulysses", n, cp=n, cp_attention="ulysses") for n in (2, 4)),
@@ -242,6 +239,8 @@ def _zero_cases() -> list[ParityCase]:
         *(_case(f"ZeRO-{stage} on 2", 2, micro_batch_size=2, zero=stage) for stage in (1, 2)),
         _case("ZeRO-1, HSDP 2x2", 4, micro_batch_size=1, zero=1, dp_replicate=2),
         _case("ZeRO-1 x TP 2", 4, micro_batch_size=2, zero=1, tp=2),
+        _case("ZeRO-1 x PP 2", 4, micro_batch_size=1, zero=1, pp=2),
+        _case("ZeRO-1 x PP 2 zbv", 4, micro_batch_size=1, zero=1, pp=2, schedule="zbv"),
         _case("ZeRO-2 x CP 2", 4, micro_batch_size=2, zero=2, cp=2),
         _case("ZeRO-2 x EP 2", 4, micro_batch_size=1, zero=2, moe=True, ep=2),
     ]
@@ -256,13 +255,4 @@ def _accumulation_cases() -> list[ParityCase]:
         _case("HSDP 2x2, accumulated", 4, micro_batch_size=1, dp_replicate=2),
         _case("FSDP 2 x TP 2, accumulated", 4, micro_batch_size=2, tp=2),
         _case("EP 2 x FSDP 2, accumulated", 4, micro_batch_size=1, moe=True, ep=2),
-        *(
-            _case(f"{name}, reduced with the last", 4, micro_batch_size=1, gradient_sync="last", **sizes)
-            for name, sizes in (
-                ("FSDP 4, accumulated", {}),
-                ("HSDP 2x2, accumulated", {"dp_replicate": 2}),
-                ("FSDP 2 x PP 2", {"pp": 2}),
-                ("FSDP 2 x PP 2 zbv", {"pp": 2, "schedule": "zbv"}),
-            )
-        ),
     ]

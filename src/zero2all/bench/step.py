@@ -20,7 +20,7 @@ from zero2all.errors import Z2aError
 from zero2all.hardware import compute_dtype, pick_device, synchronize, wants_compile
 from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.model.ops.attention import AttentionBackend
 from zero2all.model.weights import set_weight_dtype
 from zero2all.processes import end_with_parent

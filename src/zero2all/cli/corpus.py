@@ -121,8 +121,7 @@ def fetch(
     Example: z2a corpus fetch hf://datasets/Salesforce/wikitext --include wikitext-2-v1 --to raw
     """
     from zero2all.corpus.fetch import FetchOptions, fetch_files, list_files
-    from zero2all.corpus.fetch.sources import HUB_ENDPOINT
-    from zero2all.corpus.fetch.sources import FileSelection
+    from zero2all.corpus.fetch.sources import HUB_ENDPOINT, FileSelection
 
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError("--sha256: write the 64 hexadecimal digits of the checksum")

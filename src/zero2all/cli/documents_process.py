@@ -106,8 +106,7 @@ def _answer_lines(requests: IO[str], answers: IO[str]) -> None:
 
 def _answer(run: str, step: int, losses: bool) -> dict[str, Any]:
     from zero2all.train import Run, blame_step
-    from zero2all.train.blame import is_quick
-    from zero2all.train.trace import trace_text
+    from zero2all.train.blame import is_quick, trace_text
 
     opened = Run.open(Path(run))
     return blame_step(opened, step) if losses else {**trace_text(opened, step), "quick": is_quick(opened, step)}

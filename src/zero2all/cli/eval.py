@@ -113,7 +113,7 @@ def eval_loss(
     model = found.load_parallel_model(ParallelRecipe(tp=tp, pp=pp, sp=False)) if is_parallel else found.load_model()
     report = report_loss(found, model, options)
     if isinstance(model, ParallelModel):
-        model.close()
+        model.mesh.close()
     if rank != 0:  # only one of several ranks reports it
         raise typer.Exit
     return Result(report.to_json(), format_loss(report))

@@ -245,8 +245,7 @@ def _plan(
     name: str, overrides: list[str], gpu: str, gpus: int, net: str | None, per_node: int | None, asked: Question
 ) -> Result:
     from zero2all.experiments.planned_run import check_plan, check_text, read_run
-    from zero2all.model.cost.describe import describe_model, model_text
-    from zero2all.model.cost.named_gpu import with_precision_of
+    from zero2all.model.cost.describe import describe_model, model_text, with_precision_of
     from zero2all.planner.pipeline import simulate
     from zero2all.planner.plan import plan_run
     from zero2all.planner.plan_svg import plan_svgs
@@ -300,7 +299,7 @@ def _load(
     name: str, overrides: list[str], gpu: str, counts: list[int], net: str | None, per_node: int | None
 ) -> tuple[Recipe, list[Cluster]]:
     """With every value that the recipe leaves open, but the micro-batch."""
-    from zero2all.model.cost.named_gpu import with_precision_of
+    from zero2all.model.cost.describe import with_precision_of
     from zero2all.train.hyperparameters import fill_hyperparameters
 
     clusters = _clusters(gpu, counts, net, per_node)

@@ -53,7 +53,6 @@ def check(
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
     from zero2all.recipe.imported_code import imported_code
-    from zero2all.recipe.layout_notes import layout_notes
     from zero2all.track.sinks import sink_mistakes
 
     importing = () if no_import else (sink_mistakes, _reward_mistakes)
@@ -61,7 +60,7 @@ def check(
     loaded = load_recipe(recipe, overrides, checks=checks)
     code, remark = imported_code(loaded), _vocabulary_remark(loaded)
     lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
-    remarks = [*([] if remark is None else [remark]), *layout_notes(loaded)]
+    remarks = [*([] if remark is None else [remark]), *loaded.model.layout_notes()]
     lines += [f"remark: {one}" for one in remarks]
     return Result({"recipe": str(recipe), "problems": [], "imports": code, "remarks": remarks}, "\n".join(lines))
 

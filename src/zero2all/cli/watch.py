@@ -103,7 +103,7 @@ def blame(
     Example: z2a blame runs/first --step 320
     """
     from zero2all.train import Run, blame_step
-    from zero2all.train.trace import trace_text
+    from zero2all.train.blame import trace_text
 
     opened = Run.open(run)
     if no_loss:

@@ -170,7 +170,7 @@ def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[Ax
     own_mode = (parallel.activation_checkpointing, parallel.activation_checkpointing_every)
     modes: list[Choice] = [{MODE_KEY: one[0], EVERY_KEY: one[1]} for one in CHECKPOINTING if one != own_mode]
     yield Axis("activation checkpointing", [{}, *modes])
-    chosen = choose_kernels(recipe.model, device, train.deterministic)
+    chosen = choose_kernels(recipe.model, device)
     for op, kernels in OPS.items():
         if op == "experts" and recipe.model.moe is None:
             continue
@@ -179,7 +179,6 @@ def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[Ax
             for name, kernel in kernels.items()
             if name not in ("reference", chosen[op].form)  # reference is what others are tested against
             and kernel.unavailable_reason(device, recipe.model) is None
-            and not (train.deterministic and device.type == "cuda" and kernel.nondeterministic_reason)
         ]
         yield Axis(op, [{}, *({f"{KERNEL_KEY}{op}": name} for name in names)])
     compiles = train.compile is True or wants_compile(train.compile, device)

@@ -22,9 +22,9 @@ from zero2all.export.parity import llama_cpp_difference, transformers_difference
 from zero2all.io import atomic_dir, atomic_path, checksums, write_json, write_manifest
 from zero2all.model import Z2all, export_hf
 from zero2all.model.cost.model_size import count_parameters
+from zero2all.model.hf import export_adapter
 from zero2all.model.hf_config import ARCHITECTURES, hf_model_type
 from zero2all.model.lora import merge_adapters
-from zero2all.model.peft import export_adapter
 from zero2all.model.weights import MergedAdapters, WeightReader, unstored_weights
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import begin_with_token

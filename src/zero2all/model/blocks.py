@@ -12,9 +12,15 @@ from zero2all.model.lora import projection
 from zero2all.model.ops import Ops
 from zero2all.model.ops.attention import attend_cached
 from zero2all.model.ops.chunked_loss import chunk_rows
-from zero2all.model.ops.cross_entropy import HeadConfig, Logits, compute_logits
+from zero2all.model.ops.cross_entropy import (
+    HeadConfig,
+    Logits,
+    SoftTargets,
+    compute_logits,
+    likeliest_tokens,
+    soft_cross_entropy,
+)
 from zero2all.model.ops.kernels import IGNORE_INDEX
-from zero2all.model.ops.soft_loss import SoftTargets, likeliest_tokens, soft_cross_entropy
 from zero2all.recipe import ModelConfig
 from zero2all.recipe.model import LoraConfig
 

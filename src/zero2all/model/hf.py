@@ -1,7 +1,8 @@
 """To and from Hugging Face directories of standard architectures, so that no consumer needs our code.
 
 Llama; Qwen2 where queries, keys and values have a bias; Qwen3 where queries and keys are normed. With experts,
-Qwen3-MoE where the router is a softmax, and GLM-4-MoE where it is a sigmoid.
+Qwen3-MoE where the router is a softmax, and GLM-4-MoE where it is a sigmoid. Adapters in the format of PEFT,
+so that every program that reads those can use them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from pathlib import Path
 import torch
 
 from zero2all.console import progress
+from zero2all.errors import UsageError
 from zero2all.io import write_json
 from zero2all.model.hf_config import hf_config
 from zero2all.model.hf_weights import CONFIG, INDEX, WEIGHTS, HFTensor, HFWeights, hf_tensors, tied_head
+from zero2all.model.lora import adapters
 from zero2all.model.weights import ModelWeights, WeightReader, load_model
 from zero2all.model.z2all import Z2all
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model.model."
 SHARD_BYTES = 2**30  # of a file; safetensors copies it before it writes
 
 
@@ -86,3 +91,32 @@ def load_hf(directory: Path, device: str = "cpu") -> Z2all:
     >>> model = load_hf(Path("Qwen3-0.6B"))
     """
     return load_model(HFWeights(directory), device)
+
+
+def export_adapter(model: Z2all, out: Path, base: str, dtype: torch.dtype = torch.float32) -> None:
+    """Write the adapters of a model in the format of PEFT. ``base`` is where the base model is."""
+    from safetensors.torch import save_file
+
+    lora = model.config.lora
+    if lora is None:
+        raise UsageError("this model has no adapters: it was trained without model.lora")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name, _ in adapters(model)}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_json(out / ADAPTER_CONFIG, config)
+    weights = {
+        f"{ADAPTER_PREFIX}{name}.{matrix}.weight": getattr(module, matrix).detach().to("cpu", dtype).contiguous()
+        for name, module in adapters(model)
+        for matrix in ("lora_A", "lora_B")
+    }
+    save_file(weights, str(out / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+    shutil.copymode(out / ADAPTER_CONFIG, out / ADAPTER_WEIGHTS)  # safetensors lets only the owner read it

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
-from zero2all.model.cost.optimizer_state import ROUTER
+from zero2all.model.cost.model_size import ROUTER
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
@@ -150,6 +150,14 @@ def unstored_weights(reader: WeightReader) -> list[str]:
     return missing
 
 
+def complete_weights(reader: WeightReader) -> GrownVocabulary:
+    """The same weights with a padded vocabulary; an error if the model needs others, if only to train."""
+    padded = GrownVocabulary(reader, reader.config, {})
+    if missing := unstored_weights(padded):
+        raise Z2aError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    return padded
+
+
 def whole_tensor(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
     return (0,) * tensor.ndim, tensor
 
@@ -190,11 +198,25 @@ def load_model(reader: WeightReader, device: str | torch.device = "cpu") -> Z2al
 
     >>> model = load_model(HFWeights(Path("Qwen3-0.6B")))
     """
-    padded = GrownVocabulary(reader, reader.config, {})
-    if missing := unstored_weights(padded):
-        raise Z2aError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    padded = complete_weights(reader)
     with torch.device("meta"):
         model = Z2all(reader.config)
     model = model.to_empty(device=device).init_buffers()
     load_weights(model.state_dict(), padded)
     return model.eval()
+
+
+def grow_embeddings(model: Z2all, subtoken_ids: Sequence[Sequence[int]]) -> Z2all:
+    """A copy of ``model`` with one new row per entry of ``subtoken_ids``: the mean of the rows of these old tokens.
+
+    So a new token starts as what the model knows of its parts. Without subtokens (a reserved name) it starts as the
+    mean of all rows, which no text has and which favours nothing.
+
+    >>> grown = grow_embeddings(model, decompose_new_tokens(Tokenizer("old"), Tokenizer("new")))
+    """
+    before = model.config.vocab_size or 0
+    config = model.config.model_copy(update={"vocab_size": before + len(subtoken_ids)})
+    grown = Z2all(config).to(model.embed_tokens.weight.device, model.embed_tokens.weight.dtype)
+    new_tokens = dict(enumerate(subtoken_ids, before))
+    load_weights(grown.state_dict(), GrownVocabulary(ModelWeights(model), config, new_tokens))
+    return grown

@@ -20,9 +20,9 @@ from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
 from zero2all.model.moe import MoE, RoutingStats, balance_loss
 from zero2all.model.ops import Ops, choose_kernels
-from zero2all.model.ops.attention import SdpaMask, with_dense_mask
+from zero2all.model.ops.attention import MaskInputs, SdpaMask, with_dense_mask
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.model.ops.kernels import IGNORE_INDEX
-from zero2all.model.ops.soft_loss import SoftTargets
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 
@@ -281,8 +281,11 @@ class Z2all(OpsModule):
         self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
     ) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
-        mask_for, device = self.ops.attention.mask_for, self.rotary_2SE.device
-        masks = {window: mask_for(doc_starts_BS, length, window, device, cu_seqlens_1N) for window in self._windows()}
+        device = self.rotary_2SE.device
+        masks = {
+            window: self.ops.attention.mask_for(MaskInputs(doc_starts_BS, length, window, device, cu_seqlens_1N))
+            for window in self._windows()
+        }
         if self.training and self.config.attention_dropout:
             masks = {
                 window: with_dense_mask(mask, length, device) if isinstance(mask, SdpaMask) else mask

@@ -10,7 +10,7 @@ attends over all positions with the chosen kernel (https://arxiv.org/abs/2309.14
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
-from zero2all.model.ops.attention import AttentionBackend, SdpaMask, attend_sdpa, sdpa_mask
+from zero2all.model.ops.attention import AttentionBackend, MaskInputs, SdpaMask, attend_sdpa, sdpa_mask
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.parallel.ring_attention import ring_attention
 from zero2all.recipe import ParallelRecipe
 from zero2all.torch_private import all_gather_autograd, all_to_all_autograd
 
-
-class GatheredMask(NamedTuple):
-    """What a rank's front and back chunk see of all keys, and where the keys of each end."""
-
-    front: SdpaMask
-    back: SdpaMask
-    front_end: int
-    back_end: int
-
-
-class RingMask(NamedTuple):
-    """Documents of whole rows."""
-
-    doc_starts_BS: Tensor | None
-    cu_seqlens: Tensor | None
+GatheredMask = tuple[tuple[SdpaMask, int], ...]
+"""What a rank's front and back chunk see of all keys, and where the keys of each end."""
 
 
 class ContextParallel:
@@ -91,14 +78,8 @@ class ContextParallel:
         return total[:-1].view_as(counts_LE), weight.expand(wanted_BS.shape)
 
     def _attention_backend(self, backend: AttentionBackend) -> AttentionBackend:
-        def exchanged_mask(
-            doc_starts_BS: Tensor | None,
-            length: int,
-            window: int | None,
-            device: torch.device,
-            cu_seqlens: Tensor | None = None,
-        ) -> Any:
-            return backend.mask_for(doc_starts_BS, length * self.size, window, device, cu_seqlens)
+        def exchanged_mask(rows: MaskInputs) -> Any:
+            return backend.mask_for(rows._replace(length=rows.length * self.size))
 
         def attend_exchanged(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
             q, k, v = (self._all_to_all(x, 1, 2) for x in (q, k, v))
@@ -108,41 +89,28 @@ class ContextParallel:
             return AttentionBackend(exchanged_mask, attend_exchanged)
         return AttentionBackend(self._chunk_mask, self._attend_chunks)
 
-    def _chunk_mask(
-        self,
-        doc_starts_BS: Tensor | None,
-        length: int,
-        window: int | None,
-        device: torch.device,
-        cu_seqlens: Tensor | None = None,
-    ) -> GatheredMask | RingMask:
-        """``length`` is that of this rank's positions, documents are given for whole rows."""
+    def _chunk_mask(self, rows: MaskInputs) -> GatheredMask | MaskInputs:
+        """``length`` is that of this rank's positions, documents are given for whole rows. A ring needs no more."""
+        doc_starts_BS, length, window, device, cu_seqlens = rows
         if doc_starts_BS is not None and cu_seqlens is None and device.type == "cuda":
             cu_seqlens = document_cu_seqlens(doc_starts_BS)
         if self.kind == "ring" and (window is None or window >= length * self.size):
-            return RingMask(doc_starts_BS, cu_seqlens)
+            return rows._replace(cu_seqlens=cu_seqlens)
         chunk = length // 2
         ends = [(index + 1) * chunk for index in (self.rank, 2 * self.size - 1 - self.rank)]
-        masks = [
-            sdpa_mask(
-                None if doc_starts_BS is None else doc_starts_BS[:, end - chunk : end],
-                chunk,
-                window,
-                device,
-                cu_seqlens,
-                first=end - chunk,
-                row_length=length * self.size,
-            )
-            for end in ends
-        ]
-        return GatheredMask(masks[0], masks[1], ends[0], ends[1])
+        masks = []
+        for end in ends:
+            own_starts = None if doc_starts_BS is None else doc_starts_BS[:, end - chunk : end]
+            queries = MaskInputs(own_starts, chunk, window, device, cu_seqlens)
+            masks.append((sdpa_mask(queries, first=end - chunk, row_length=length * self.size), end))
+        return tuple(masks)
 
-    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | RingMask) -> Tensor:
-        if isinstance(mask, RingMask):
+    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask | MaskInputs) -> Tensor:
+        if isinstance(mask, MaskInputs):
             return ring_attention(q, k, v, mask.doc_starts_BS, mask.cu_seqlens, self.group)
         k, v = (self._gather(x) for x in (k, v))
-        chunks = zip(q.chunk(2, dim=2), (mask.front, mask.back), (mask.front_end, mask.back_end), strict=True)
-        return torch.cat([attend_sdpa(part, k[:, :, :end], v[:, :, :end], own) for part, own, end in chunks], dim=2)
+        chunks = zip(q.chunk(2, dim=2), mask, strict=True)
+        return torch.cat([attend_sdpa(part, k[:, :, :end], v[:, :, :end], own) for part, (own, end) in chunks], dim=2)
 
     def _gather(self, x_BKSE: Tensor) -> Tensor:
         """All positions, in their order."""

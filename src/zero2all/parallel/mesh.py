@@ -1,9 +1,10 @@
-"""Parallel dimensions, the device mesh, and the samples that each rank reads."""
+"""Parallel dimensions, the device mesh, and the samples that each rank reads: of a batch, and of a micro-batch."""
 
 from __future__ import annotations
 
 import math
 import os
+import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -13,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zero2all.environment import collective_backend
 from zero2all.errors import UsageError
-from zero2all.parallel.tcp_store import tcp_store_from_env
-from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import HashStore, concatenate_meshes, flatten_mesh
+from zero2all.recipe import ParallelRecipe, ResolvedStage
+from zero2all.torch_private import HashStore, Store, TCPStore, concatenate_meshes, flatten_mesh
 
 # Longer than the launcher's hang detection, which explains what it sees.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -209,3 +209,74 @@ def _init_mesh(device: torch.device, dimensions: dict[str, int], keep: str) -> D
     """A mesh of the dimensions with more than one rank, and one to keep: each costs a process group and its threads."""
     used = {name: size for name, size in dimensions.items() if size > 1 or name == keep}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """The samples of a step: ``micro_batches`` x ``ranks`` x ``samples``, some of them padding."""
+
+    micro_batches: int
+    """Forward passes of a rank in one step (gradient accumulation)."""
+    ranks: int
+    """Data-parallel ranks."""
+    samples: int
+    """Samples in one forward pass of a rank."""
+    padding: int
+    """Samples without valid targets: every rank runs the same number of full micro-batches."""
+
+
+def split_batch(batch_samples: int, ranks: int, micro_batch_size: int | None, pipeline_stages: int = 1) -> BatchSplit:
+    """Without a micro-batch size, a rank has one micro-batch, or in a pipeline at most two for each stage.
+
+    >>> split_batch(batch_samples=20, ranks=2, micro_batch_size=4)
+    BatchSplit(micro_batches=3, ranks=2, samples=4, padding=4)
+    """
+    rows = -(-batch_samples // ranks)
+    if micro_batch_size is not None:
+        samples = min(micro_batch_size, rows)
+    else:
+        samples = even_micro_batch_size(rows, 2 * pipeline_stages) if pipeline_stages > 1 else rows
+    micro_batches = -(-rows // samples)
+    return BatchSplit(micro_batches, ranks, samples, micro_batches * ranks * samples - batch_samples)
+
+
+def even_micro_batch_size(samples: int, wanted: int) -> int:
+    """Samples in a micro-batch, so that there are ``wanted`` of them, or the next smaller even split."""
+    return next(samples // count for count in range(min(wanted, samples), 0, -1) if samples % count == 0)
+
+
+def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: ParallelDims) -> BatchSplit:
+    """How a step of a training stage is split, after any batch ramp."""
+    micro = stage.micro_batch_tokens and stage.micro_batch_tokens // stage.seq_len
+    pipeline_stages = parallel.pp * parallel.stages_per_rank
+    return split_batch(
+        stage.batch_tokens // stage.seq_len, parallel_dims.dp * parallel.sync.islands, micro, pipeline_stages
+    )
+
+
+def tcp_store_from_env(timeout: timedelta) -> Store | None:
+    """Of the ranks that ``z2a launch`` started: the first one holds it. None elsewhere: torch knows what torchrun set.
+
+    torch binds every interface. What ranks send each other may be pickled, and this store gives them their peers.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listening = _listening_socket(address, port) if rank == 0 else None
+    if listening is None:
+        return TCPStore(address, port, world_size, rank == 0, timeout)
+    return TCPStore(address, port, world_size, True, timeout, master_listen_fd=listening.detach())
+
+
+def _listening_socket(address: str, port: int) -> socket.socket | None:
+    """None if it is not an address of this machine: behind NAT others reach it by one that it does not have."""
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(4096)
+    except OSError:
+        listening.close()
+        return None
+    return listening

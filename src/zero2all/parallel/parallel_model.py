@@ -22,19 +22,17 @@ from zero2all.model import IGNORE_INDEX, KVCache, Z2all
 from zero2all.model.blocks import ScoredTargets
 from zero2all.model.kv_cache import Branches
 from zero2all.model.moe import MoE
-from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.model.weights import WeightReader, load_weights
 from zero2all.model.z2all import derive_seed
-from zero2all.parallel.batch_split import even_micro_batch_size
 from zero2all.parallel.context_parallel import ContextParallel
-from zero2all.parallel.gradient_accumulation import set_gradient_sync
+from zero2all.parallel.gradient_sync import fsdp_gradient_bytes, gradient_itemsize, sent_bytes, set_gradient_sync
 from zero2all.parallel.loss_scale import DynamicLossScaler
-from zero2all.parallel.mesh import ParallelMesh
-from zero2all.parallel.parallelize import parallelize
+from zero2all.parallel.mesh import ParallelMesh, even_micro_batch_size
+from zero2all.parallel.parallelize import free_gathered_weights, parallelize
 from zero2all.parallel.pipeline_parallel import Pipeline, SequenceObjective, merge_stages, stage_indices_of_rank
 from zero2all.parallel.sharded_init import ShardedInitMode, local_part, to_local
-from zero2all.parallel.sync_traffic import fsdp_gradient_bytes, gradient_itemsize, sent_bytes
 from zero2all.parallel.tensor_parallel import apply_tp_ops, enable_async_tp, norms_in_parts, reduce_norm_gradients
 from zero2all.recipe import ModelConfig, ParallelRecipe, RopeScaling
 from zero2all.recipe.training import Float8Scaling
@@ -85,7 +83,8 @@ class ParallelModel:
         self._context_parallel = ContextParallel(mesh.get_mesh("cp"), recipe) if mesh.dims.cp > 1 else None
         self.float8, self.weight_dtype = float8, weight_dtype
         local_model = parallelize(config, recipe, mesh, dtype, float8, weight_dtype)
-        self.local_model, self._model_parts = local_model, local_model.model_parts
+        self.model_parts = local_model.model_parts
+        """What a step calls: the model, or this rank's stages of a pipeline."""
         for part in local_model.model_parts:
             self._init_part(part, seed)
         with torch.device("meta"):
@@ -226,11 +225,6 @@ class ParallelModel:
                 dist.broadcast(message, group=self.mesh.get_mesh(dimension).get_group(), group_src=source)
 
     @property
-    def model_parts(self) -> list[Z2all]:
-        """What a step calls: the model, or this rank's stages of a pipeline."""
-        return self._model_parts
-
-    @property
     def ddp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same plain tensors; None without DDP."""
         return None if self._ddp is None else dist.group.WORLD
@@ -242,22 +236,22 @@ class ParallelModel:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        for part in self._model_parts:
+        for part in self.model_parts:
             part.eval()
         try:
             yield
         finally:
-            for part in self._model_parts:
+            for part in self.model_parts:
                 part.train()
 
     def disable_auxiliary_losses(self) -> None:
         """Compute the loss of each token alone: no balance loss of experts, no z-loss."""
-        for part in dict.fromkeys([self.model, *self._model_parts]):
+        for part in dict.fromkeys([self.model, *self.model_parts]):
             part.has_auxiliary_losses = False
 
     def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
         """Use another RoPE base and scaling from here on."""
-        for part in dict.fromkeys([self.model, *self._model_parts]):
+        for part in dict.fromkeys([self.model, *self.model_parts]):
             part.set_rope(theta, scaling)
 
     def _run_batch(
@@ -274,32 +268,31 @@ class ParallelModel:
     ) -> Tensor:
         """Forward, and with a divisor backward, of this rank's positions of its samples."""
         inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        samples, length = tokens_BS.shape
+        size = self.micro_batch_rows(samples, micro_batch_size)
         if doc_starts_BS is not None:
             inputs["doc_starts_BS"] = doc_starts_BS
             if cu_seqlens_MN is None and self.mesh.device.type == "cuda":
-                rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
-                cu_seqlens_MN = document_cu_seqlens(doc_starts_BS, rows)
+                cu_seqlens_MN = document_cu_seqlens(doc_starts_BS, size)
             if cu_seqlens_MN is not None:
                 inputs["cu_seqlens_1N"] = cu_seqlens_MN
         if soft is not None:
             inputs |= {"soft_ids_BSK": soft.ids_BSK, "soft_logps_BSK": soft.logps_BSK}
         device = self.mesh.device  # contiguous, because pipeline stages check strides
         inputs = {name: _to_device(tensor.contiguous(), device) for name, tensor in inputs.items()}
-        length = tokens_BS.shape[1]
         if self._context_parallel is not None:
             positions = self._context_parallel.local_positions(length, self.mesh.device)
             inputs |= {name: inputs[name][:, positions] for name in ("tokens_BS", "targets_BS")}
         if self.config.has_dropout and divisor is not None:
-            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, len(tokens_BS), micro_batch_size)
+            inputs["dropout_seed_1"] = self._dropout_seeds(dropout_seed, -(-samples // size))
         with self._autocast():
             if self._pipeline is not None:
-                losses = self._run_pipeline(self._pipeline, inputs, divisor, micro_batch_size, objective)
+                losses = self._run_pipeline(self._pipeline, inputs, divisor, size, objective)
             else:
                 weight = 0.0 if soft is None else soft.weight
-                losses = self._run_micro_batches(inputs, divisor, micro_batch_size, objective, weight)
+                losses = self._run_micro_batches(inputs, divisor, size, objective, weight)
         if divisor is not None:
-            rows = self.micro_batch_rows(len(tokens_BS), micro_batch_size)
-            count = -(-len(tokens_BS) // rows)
+            count = -(-samples // size)
             if count not in self._sync_bytes:  # once: a model has many modules
                 self._sync_bytes[count] = self._gradient_bytes(count)
             self.sync_bytes = self._sync_bytes[count]
@@ -309,7 +302,7 @@ class ParallelModel:
 
     def _gradient_bytes(self, micro_batches: int) -> int:
         if self._uses_fsdp:
-            roots = self._pipeline.stages if self._pipeline is not None else self._model_parts
+            roots = self._pipeline.stages if self._pipeline is not None else self.model_parts
             return round(fsdp_gradient_bytes(roots, self.recipe, micro_batches))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         itemsize = min(gradient_itemsize(self.recipe), self.weight_dtype.itemsize)
@@ -411,9 +404,6 @@ class ParallelModel:
             by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
         return [{"params": members, **settings} for members in by_mesh.values()]
 
-    def close(self) -> None:
-        self.mesh.close()
-
     def _rebuild_ddp_buckets(self, ddp: DistributedDataParallel) -> None:
         """DDP rebuilds its buckets after the first backward pass, and an all-reduce over more than two ranks rounds by
         the place in a bucket. After a dummy pass, a resumed run adds up as one that never stopped."""
@@ -432,7 +422,7 @@ class ParallelModel:
         with ShardedInitMode(self.mesh.device):
             part.init_weights(seed, self.mesh.device)
         if self.mesh.dims.tp > 1:
-            apply_tp_ops(part, self.mesh.get_mesh("tp"), self.recipe)
+            apply_tp_ops(part, self.mesh.get_mesh("tp"))
         if self._context_parallel is not None:
             self._context_parallel.apply(part)
 
@@ -442,24 +432,23 @@ class ParallelModel:
             return micro_batch_size or samples
         return even_micro_batch_size(samples, 2 * self._pipeline.num_stages)
 
-    def _dropout_seeds(self, seed: int, samples: int, micro_batch_size: int | None) -> Tensor:
+    def _dropout_seeds(self, seed: int, micro_batches: int) -> Tensor:
         """One for each micro-batch, in main memory: ranks that hold other tokens draw other masks, and tp ranks that
         all hold the residual stream draw the same."""
-        mesh, size = self.mesh, self.micro_batch_rows(samples, micro_batch_size)
+        mesh = self.mesh
         place = (mesh.dp_rank, mesh.coordinate("cp"), mesh.coordinate("tp") if self.recipe.sp else 0)
-        return torch.tensor([derive_seed(seed, number, *place) for number in range(-(-samples // size))])
+        return torch.tensor([derive_seed(seed, number, *place) for number in range(micro_batches)])
 
     def _run_micro_batches(
         self,
         inputs: dict[str, Tensor],
         divisor: float | None,
-        micro_batch_size: int | None,
+        size: int,
         objective: SequenceObjective | None,
         soft_weight: float,
     ) -> Tensor:
-        """Gradient accumulation: one micro-batch after another."""
+        """Gradient accumulation: one micro-batch of ``size`` samples after another."""
         samples = len(inputs["tokens_BS"])
-        size = self.micro_batch_rows(samples, micro_batch_size)
         run: nn.Module = self._ddp or self.model
         # DDP averages gradients over ranks; here they are summed.
         scale = (self.mesh.dims.dp if self._ddp is not None else 1) / (divisor or 1)
@@ -482,11 +471,10 @@ class ParallelModel:
         pipeline: Pipeline,
         inputs: dict[str, Tensor],
         divisor: float | None,
-        micro_batch_size: int | None,
+        size: int,
         objective: SequenceObjective | None,
     ) -> Tensor:
         samples, length = inputs["tokens_BS"].shape
-        size = self.micro_batch_rows(samples, micro_batch_size)
         if samples % size:
             raise UsageError(
                 f"a rank's {samples} samples do not divide into micro-batches of {size}: "
@@ -516,10 +504,8 @@ class ParallelModel:
         """Of the last block and the head, which stay gathered after a forward pass without a backward one."""
         if self._ran_without_backward:
             self._ran_without_backward = False
-            for root in self._pipeline.stages if self._pipeline is not None else self._model_parts:
-                for module in root.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
+            for root in self._pipeline.stages if self._pipeline is not None else self.model_parts:
+                free_gathered_weights(root)
 
     @contextmanager
     def _gradients_like_parameters(self) -> Iterator[None]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from zero2all.model import Z2all
-from zero2all.model.weights import set_weight_dtype
+from zero2all.model.weights import WeightReader, complete_weights, load_weights, set_weight_dtype
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.expert_parallel import apply_ep
 from zero2all.parallel.float8 import apply_float8
@@ -21,6 +24,7 @@ from zero2all.parallel.pipeline_parallel import (
     split_layers,
     stage_indices_of_rank,
 )
+from zero2all.parallel.sharded_init import local_part
 from zero2all.parallel.tensor_parallel import apply_tp
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.recipe.training import Float8Scaling
@@ -78,3 +82,29 @@ def parallelize(
         for root, part in zip(roots, model_parts, strict=True):
             apply_fsdp(root, part, mesh.fsdp_mesh(), expert_fsdp_mesh, recipe, dtype)
     return LocalModel(model_parts, stages, stage_indices, uses_fsdp)
+
+
+def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: ParallelMesh, dtype: torch.dtype) -> Z2all:
+    """Each rank reads its own shards. ``dtype`` is that of weights and computation; ``recipe`` has no pipeline.
+
+    >>> teacher = load_frozen_model(weights, recipe.parallel, mesh, torch.bfloat16)
+    """
+    padded = complete_weights(reader)
+    plain = recipe.model_copy(update={"activation_checkpointing": "none"})
+    [model] = parallelize(reader.config, plain, mesh, dtype, weight_dtype=dtype).model_parts
+    model.requires_grad_(False)
+    model.to_empty(device=torch.device("cpu") if recipe.offload != "none" else mesh.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device))
+    model.init_buffers(mesh.device)
+    weights: dict[str, Any] = get_model_state_dict(model)
+    load_weights(weights, padded, local_part)
+    return model.eval()
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """FSDP keeps those of the last block and the head for a backward pass, which may never come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
-from zero2all.parallel.gradient_accumulation import pipeline_stage_class
+from zero2all.parallel.gradient_sync import pipeline_stage_class
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.recipe import ModelConfig, ParallelRecipe
 

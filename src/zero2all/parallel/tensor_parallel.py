@@ -53,13 +53,12 @@ def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
         model.embed_tokens.register_forward_hook(lambda module, inputs, output: torch.mul(output, 1))
     if isinstance(model.lm_head, LMHead):
         _distribute_parameters(model.lm_head, mesh, Shard(0))
-        gradient: Placement = Partial() if recipe.loss_parallel else Replicate()
-        model.lm_head.register_forward_pre_hook(_gather_input_hook(mesh, stream, gradient))
+        model.lm_head.register_forward_pre_hook(_gather_input_hook(mesh, stream, gradient=Partial()))
         if model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed_tokens.weight
 
 
-def apply_tp_ops(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
+def apply_tp_ops(model: Z2all, mesh: DeviceMesh) -> None:
     """Norms and loss over what a rank holds, with the chosen kernels."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -67,9 +66,7 @@ def apply_tp_ops(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None
             module.ops.norm = _local_norm(module.ops.norm)
     if isinstance(model.lm_head, LMHead):
         ops = model.lm_head.ops = copy.copy(model.lm_head.ops)
-        ops.cross_entropy = (
-            _vocab_parallel_loss(mesh) if recipe.loss_parallel else _gathered_weight_loss(ops.cross_entropy)
-        )
+        ops.cross_entropy = _vocab_parallel_loss(mesh)
         model.lm_head.compute_logits = _gathered_logits(mesh)
 
 
@@ -159,16 +156,6 @@ def enable_async_tp(mesh: DeviceMesh, device: torch.device, compile: bool) -> No
             + ("" if device.type != "cuda" else " or train.compile=true")
         )
     enable_micro_pipeline_tp(mesh.get_group())
-
-
-def _gathered_weight_loss(cross_entropy: CrossEntropy) -> CrossEntropy:
-    """Every rank computes the full loss."""
-
-    def loss(x_ND: Tensor, weight: Tensor, targets_N: Tensor, head: HeadConfig) -> Tensor:
-        assert isinstance(weight, DTensor)
-        return cross_entropy(x_ND, weight.redistribute(placements=[Replicate()]).to_local(), targets_N, head)
-
-    return loss
 
 
 def _gathered_logits(mesh: DeviceMesh) -> Logits:

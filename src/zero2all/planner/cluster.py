@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from zero2all.gpu_specs import Gpu
-from zero2all.parallel.sync_traffic import Collective, sent_bytes
+from zero2all.parallel.gradient_sync import Collective, sent_bytes
 
 LINK_EFFICIENCY = 0.8  # of the nominal bandwidth: what NCCL's tests report for large messages
 NODE_LATENCY, NETWORK_LATENCY = 3e-6, 1e-5  # seconds of one hop, inside a node and between nodes

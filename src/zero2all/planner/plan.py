@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
-from zero2all.model.cost.named_gpu import with_precision_of
+from zero2all.model.cost.describe import with_precision_of
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.rank_plan import MemoryPlan, RankLayers, plan_layers, plan_recipe_memory

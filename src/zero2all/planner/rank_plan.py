@@ -16,7 +16,7 @@ from pydantic import computed_field
 
 from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
@@ -355,8 +355,7 @@ def _activations_per_token(
 
 
 def _logits(workload: Workload, layout: Layout, device: torch.device) -> int:
-    tp, loss_parallel = layout.dims.tp, layout.parallel.loss_parallel
-    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, tp, loss_parallel)
+    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, layout.dims.tp)
 
 
 def _communication_buffers(workload: Workload, layout: Layout) -> int:

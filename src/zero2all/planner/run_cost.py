@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from zero2all.checkpoint.checkpoint_interval import DAY, FAILURE_RATES, FailureModel
-from zero2all.model.cost.model_size import kv_cache_bytes_per_token
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import kv_cache_bytes_per_token, weight_dtype
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig

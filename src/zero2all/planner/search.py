@@ -11,9 +11,8 @@ from zero2all.checkpoint.checkpoint_interval import DAY
 from zero2all.console import ProgressTask
 from zero2all.errors import UsageError
 from zero2all.findings import Finding
-from zero2all.model.cost.named_gpu import with_precision_of
-from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.model.cost.describe import with_precision_of
+from zero2all.parallel.mesh import ParallelDims, split_batch
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.rank_plan import USABLE_MEMORY, fits_memory, plan_memory
@@ -33,7 +32,7 @@ RECOMPUTE: tuple[dict[str, object], ...] = tuple(
 )
 """Keys of ``parallel``, fastest first: more recomputation is tried only where less does not fit."""
 ZERO_KEYS: tuple[dict[str, object], ...] = tuple(
-    {"zero": stage, "reshard_after_forward": "auto", "gradient_sync": "auto"} for stage in (1, 2, 3)
+    {"zero": stage, "reshard_after_forward": "auto"} for stage in (1, 2, 3)
 )
 """Keys of ``parallel`` for ZeRO 1, 2 and 3; the others are reset to their defaults."""
 OFFLOADS: tuple[dict[str, object], ...] = ({"offload": "none"}, {"offload": "cpu"})
@@ -233,7 +232,7 @@ def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
     given |= {"schedule": parallel.schedule} if dims.pp > 1 else {}
     if layout.uses_fsdp:
         given["zero"] = parallel.zero
-    reset = ("zero", "reshard_after_forward", "gradient_sync", "offload", "activation_checkpointing_every")
+    reset = ("zero", "reshard_after_forward", "offload", "activation_checkpointing_every")
     given |= {name: getattr(parallel, name) for name in reset if getattr(parallel, name) != getattr(own, name)}
     given["activation_checkpointing"] = parallel.activation_checkpointing
     keys = [f"parallel.{name}={value}" for name, value in given.items()]

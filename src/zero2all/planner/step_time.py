@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pydantic import computed_field
 
-from zero2all.model.cost.optimizer_state import weight_dtype
-from zero2all.parallel.sync_traffic import Collective, gradient_itemsize, reduce_itemsizes
+from zero2all.model.cost.model_size import weight_dtype
+from zero2all.parallel.gradient_sync import Collective, gradient_itemsize, reduce_itemsizes
 from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, RankGroup
 from zero2all.planner.pipeline import bubble_fraction
 from zero2all.planner.post_training import sampling_seconds

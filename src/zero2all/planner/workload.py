@@ -12,10 +12,9 @@ from zero2all.errors import UsageError
 from zero2all.hardware import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.model.cost.flops import Flops, Recompute, flops_per_token, palm_flops_per_token
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes
-from zero2all.parallel.batch_split import BatchSplit, split_stage
+from zero2all.model.cost.model_size import optimizer_state_bytes
 from zero2all.parallel.fsdp import reshard_after_forward
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import BatchSplit, ParallelDims, split_stage
 from zero2all.parallel.pipeline_parallel import split_layers, stage_indices_of_rank
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe, Recipe, ResolvedStage
 from zero2all.recipe.load import with_vocab_size
@@ -294,7 +293,7 @@ def largest_stage(recipe: Recipe) -> ResolvedStage:
 def zero_stage(parallel: ParallelRecipe) -> int:
     """What the ranks of dp_shard share: 1 is optimizer state and master weights, 2 also gradients, 3 also weights.
 
-    Older keys amount to a lower stage than ``zero`` says, and so does a pipeline, which keeps its weights.
+    A pipeline keeps its weights, and so does ``reshard_after_forward: never``: a lower stage than ``zero`` says.
     """
     if not parallel.reduces_every_micro_batch:
         return 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero2all.errors import UsageError
 from zero2all.model import Z2all
 from zero2all.model.cost.activations import BlockActivations, held_bytes, is_offloaded, recomputed_groups
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel.context_parallel import ContextParallel
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.mesh import ParallelMesh
@@ -198,7 +198,7 @@ def _trace_layers(workload: Workload, layout: Layout, recipe: Recipe) -> TracedB
             model.to_empty(device=CPU)
             model.init_buffers(CPU)
             if tp is not None:
-                apply_tp_ops(model, tp, parallel)
+                apply_tp_ops(model, tp)
             if context_parallel is not None:
                 context_parallel.apply(model)
             tracker = TraceTracker(model)

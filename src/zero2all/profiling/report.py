@@ -114,7 +114,7 @@ def _layout_remedy(times: RankTimes, recipe: Recipe) -> str:
         return "gradients are all-reduced once a step: a larger train.batch_tokens makes that rarer"
     if parallel.reshard_after_forward != "never":
         return "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
-    return "try larger micro-batches (train.micro_batch_tokens), or parallel.gradient_sync=last"
+    return "try larger micro-batches (train.micro_batch_tokens), or parallel.zero=1"
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from zero2all.recipe.load import (
     recipe_schema,
     recipe_yaml,
 )
-from zero2all.recipe.model import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
+from zero2all.recipe.model import PRESETS, ModelConfig, MoeConfig, OpsRecipe, RopeScaling
 from zero2all.recipe.parallel import ParallelRecipe
-from zero2all.recipe.presets import PRESETS
 from zero2all.recipe.sections import (
     CheckpointRecipe,
     CorpusRecipe,

@@ -43,8 +43,8 @@ def _set_key(text: str, keys: list[str], value: str) -> str:
 def _flow(keys: list[str], value: str) -> str:
     """A key and its value on one line.
 
-    >>> _flow(["model", "ops", "attention"], "flex")
-    'model: {ops: {attention: flex}}'
+    >>> _flow(["model", "ops", "attention"], "sdpa")
+    'model: {ops: {attention: sdpa}}'
     """
     for key in reversed(keys[1:]):
         value = f"{{{key}: {value}}}"

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from zero2all.errors import RecipeError, UsageError
-from zero2all.recipe.model import ModelConfig
-from zero2all.recipe.presets import PRESETS, SHAPE_FIELDS
+from zero2all.recipe.model import PRESETS, SHAPE_FIELDS, ModelConfig
 from zero2all.recipe.problems import Check, Places, find_problems, override_place, shorten
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe

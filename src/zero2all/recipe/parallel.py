@@ -9,11 +9,46 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from zero2all.recipe.model import ModelConfig
-from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import LocalDir, Mistake, Section
+from zero2all.recipe.types import Fraction, LocalDir, Mistake, Positive, Section
 
 Degree = Annotated[int, Field(ge=1)]
+
+
+class SyncRecipe(Section):
+    """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
+
+    islands: Degree = 1
+    """Number of islands, each a job of its own with all ranks of ``parallel``. With 1 the gradient is all-reduced after
+    each step. Set more for networks that are too slow for that (DiLoCo): each island trains its own part of every
+    batch, and they exchange what their weights have gained every ``every`` steps. The other keys are for islands."""
+    every: Degree = 50
+    """Steps between two exchanges of the same weights (H)."""
+    fragments: Degree = 1
+    """Number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps that an exchange may take while training continues. 0 waits for it."""
+    exchange_dtype: Literal["fp32", "bf16", "int8"] = "int8"
+    """What is sent. What bf16 and int8 round off is added to the next exchange."""
+    outer_lr: Positive = 0.7
+    """Learning rate of the outer optimizer."""
+    outer_momentum: Fraction = 0.9
+    """Nesterov momentum of the outer optimizer. 0 is plain averaging."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.overlap > self.every // self.fragments:
+            yield Mistake(
+                "an exchange must end before the next begins: set overlap to at most every / fragments "
+                f"({self.every // self.fragments})",
+                ("overlap", "every", "fragments"),
+            )
+        if self.fragments > self.every:
+            yield Mistake(
+                f"one fragment is exchanged at a time: set fragments to at most every={self.every}",
+                ("fragments", "every"),
+            )
+
+
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")
 """Schedules that split the backward pass in two."""
@@ -33,8 +68,6 @@ class ParallelRecipe(Section):
     """Tensor parallelism: number of ranks over which the matrices of a block are sharded."""
     sp: bool = True
     """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
-    loss_parallel: bool = True
-    """With tp, compute the loss from logits that stay sharded along the vocabulary."""
     async_tp: bool = False
     """With tp, overlap matrix products with the all-gathers and reduce-scatters around them, in torch.compile on GPUs
     with NVLink (symmetric memory)."""
@@ -51,8 +84,10 @@ class ParallelRecipe(Section):
     """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
-    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any
-    case."""
+    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any case.
+    With 1 the gradient is reduce-scattered after the last micro-batch, not after each one. That communicates least, but
+    every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep part. Replicas
+    (DDP, HSDP) are always all-reduced after the last micro-batch."""
     offload: Literal["none", "cpu"] | LocalDir = "none"
     """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
     optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too. A
@@ -61,11 +96,6 @@ class ParallelRecipe(Section):
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
     frees them with zero=3, unless pp is used."""
-    gradient_sync: Literal["auto", "every", "last"] = "auto"
-    """When FSDP reduce-scatters the gradient: after every micro-batch, or only after the last one. last communicates
-    less, but every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep
-    part. Replicas (DDP, HSDP) are always all-reduced after the last micro-batch. auto is last with zero=1, else
-    every."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """In what gradients are sent when ranks reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
     of ranks; micro-batches of a rank are added up in fp32 in any case."""
@@ -90,7 +120,12 @@ class ParallelRecipe(Section):
                 "only one of dp_replicate and dp_shard can be auto: set dp_shard=1 for plain copies (DDP)",
                 ("dp_replicate", "dp_shard"),
             )
-        yield from self._zero_mistakes()
+        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
+            yield Mistake(
+                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
+                "zero=3",
+                ("zero", "reshard_after_forward"),
+            )
         if self.offload != "none" and self.dp_replicate != 1:
             yield Mistake(
                 "offload is for shards, and replicas would fill host memory with copies: set dp_replicate=1",
@@ -98,30 +133,10 @@ class ParallelRecipe(Section):
             )
         yield from self._activation_mistakes()
 
-    def _zero_mistakes(self) -> Iterator[Mistake]:
-        if self.zero < 3 and self.reshard_after_forward not in ("auto", "never"):
-            yield Mistake(
-                f"zero={self.zero} keeps the gathered weights for the whole step: set reshard_after_forward=auto, or "
-                "zero=3",
-                ("zero", "reshard_after_forward"),
-            )
-        if self.zero == 1 and self.gradient_sync == "every":
-            yield Mistake(
-                "gradients that are reduce-scattered with every micro-batch are sharded: set zero=2, or "
-                "gradient_sync=auto",
-                ("zero", "gradient_sync"),
-            )
-        if self.zero == 2 and self.gradient_sync == "last":
-            yield Mistake(
-                "gradients that are reduce-scattered with the last micro-batch are unsharded until then: set zero=1, "
-                "or gradient_sync=auto",
-                ("zero", "gradient_sync"),
-            )
-
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are sharded between the micro-batches of a step."""
-        return self.zero > 1 if self.gradient_sync == "auto" else self.gradient_sync == "every"
+        return self.zero > 1
 
     def _activation_mistakes(self) -> Iterator[Mistake]:
         if self.activation_checkpointing_every > 1 and self.activation_checkpointing != "full":
@@ -154,11 +169,6 @@ class ParallelRecipe(Section):
     def offload_dir(self) -> Path | None:
         """Directory of the files with the optimizer state."""
         return self.offload if isinstance(self.offload, Path) else None
-
-    @property
-    def islands(self) -> int:
-        """Number of jobs that each train a part of every batch."""
-        return self.sync.islands
 
     @property
     def stages_per_rank(self) -> int:
@@ -196,7 +206,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
             "adapters (model.lora) are not sharded by tp and ep: use dp_shard, which shards everything",
             ("parallel.tp", "parallel.ep", "model.lora"),
         )
-    if parallel.islands > 1 and train.guard.policy == "rollback":
+    if parallel.sync.islands > 1 and train.guard.policy == "rollback":
         yield Mistake(
             "an island cannot roll back, since the others would go on: set train.guard.policy=skip or warn",
             ("train.guard.policy", "parallel.sync.islands"),

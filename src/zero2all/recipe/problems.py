@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from zero2all.errors import RecipeProblem
-from zero2all.recipe.presets import PRESETS
+from zero2all.recipe.model import PRESETS
 from zero2all.recipe.safe_yaml import KeyPath
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.types import COLLECT_MISTAKES, Mistake, Section

@@ -16,8 +16,14 @@ from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import ResolvedStage, StageRecipe, TrainRecipe
 from zero2all.recipe.types import Section
 
-_LAYOUT = "layouts compute the same step, up to rounding"
-_MEMORY = "trades memory for time in the same computation"
+_LAYOUT_KEYS = (
+    "dp_replicate", "dp_shard", "tp", "sp", "async_tp", "pp", "schedule", "cp", "cp_attention", "ep", "zero",
+    "reshard_after_forward",
+)  # fmt: skip
+_MEMORY_KEYS = (
+    "offload", "activation_checkpointing", "activation_checkpointing_every", "activation_budget", "activation_offload",
+)  # fmt: skip
+_SCHEDULE_KEYS = ("steps", "tokens", "epochs", "schedule")
 _SCHEDULE = "compared by the learning rates of the trained steps; a change goes through --extend"
 EXCEPTIONS: dict[str, str] = {
     "name": "a label of the run",
@@ -28,34 +34,11 @@ EXCEPTIONS: dict[str, str] = {
     "tokens": "the fingerprint of the token store stands for it",
     "model.preset": "a name for values that are compared one by one",
     "model.ops": "kernels compute the same function, up to rounding",
-    "parallel.dp_replicate": _LAYOUT,
-    "parallel.dp_shard": _LAYOUT,
-    "parallel.tp": _LAYOUT,
-    "parallel.sp": _LAYOUT,
-    "parallel.loss_parallel": _LAYOUT,
-    "parallel.async_tp": _LAYOUT,
-    "parallel.pp": _LAYOUT,
-    "parallel.schedule": _LAYOUT,
-    "parallel.cp": _LAYOUT,
-    "parallel.cp_attention": _LAYOUT,
-    "parallel.ep": _LAYOUT,
-    "parallel.zero": _LAYOUT,
-    "parallel.reshard_after_forward": _LAYOUT,
-    "parallel.gradient_sync": _LAYOUT,
-    "parallel.offload": _MEMORY,
-    "parallel.activation_checkpointing": _MEMORY,
-    "parallel.activation_checkpointing_every": _MEMORY,
-    "parallel.activation_budget": _MEMORY,
-    "parallel.activation_offload": _MEMORY,
-    "train.steps": _SCHEDULE,
-    "train.tokens": _SCHEDULE,
-    "train.epochs": _SCHEDULE,
-    "train.schedule": _SCHEDULE,
+    **{f"parallel.{key}": "layouts compute the same step, up to rounding" for key in _LAYOUT_KEYS},
+    **{f"parallel.{key}": "trades memory for time in the same computation" for key in _MEMORY_KEYS},
+    **{f"train.{key}": _SCHEDULE for key in _SCHEDULE_KEYS},
     "train.extensions": "a record of earlier --extend choices, which the run takes from its own recipe",
-    "train.stages.steps": _SCHEDULE,
-    "train.stages.tokens": _SCHEDULE,
-    "train.stages.epochs": _SCHEDULE,
-    "train.stages.schedule": _SCHEDULE,
+    **{f"train.stages.{key}": _SCHEDULE for key in _SCHEDULE_KEYS},
     "train.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
     "train.stages.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
     "train.device": "devices compute the same step, up to rounding",
@@ -78,10 +61,6 @@ _STAGE_KEYS = tuple(
     name for name in StageRecipe.model_fields if name != "name" and f"train.stages.{name}" not in EXCEPTIONS
 )
 _OWN_FIELDS = ("model", "train.init", "train.stages", *(f"train.{name}" for name in _STAGE_KEYS))
-
-
-def is_excepted(key: str) -> bool:
-    return _is_below(key, EXCEPTIONS)
 
 
 def is_adjustable(key: str) -> bool:

@@ -254,8 +254,8 @@ class TrainRecipe(TrainLength):
     """Mask attention across documents: tokens attend only to their own document, which begins at its end-of-text
     token. Positions are counted from there."""
     deterministic: bool = False
-    """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, asks
-    flash-attn for its deterministic backward, and excludes flex attention."""
+    """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, and
+    asks flash-attn for its deterministic backward."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()

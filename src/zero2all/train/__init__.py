@@ -4,12 +4,11 @@
 >>> summary = train(load_recipe("recipes/quickstart.yaml"))
 """
 
-from zero2all.train.blame import blame_step
+from zero2all.train.blame import blame_step, trace_step
 from zero2all.train.extension import ScheduleChangedError
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.initial_weights import find_weights, open_weights
 from zero2all.train.run import Run
-from zero2all.train.trace import trace_step
 from zero2all.train.trainer import Trainer, TrainSummary, train
 
 __all__ = [

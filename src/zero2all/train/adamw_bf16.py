@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,17 @@ class _StepSizes:
             math.sqrt(1 - math.pow(slow, step)),
         )
         return cls(*(torch.tensor(value, dtype=torch.float32) for value in values))
+
+
+class _Tensors(NamedTuple):
+    """What a rank holds of a parameter, or some rows of it."""
+
+    weight: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    compensation: Tensor | None
+    """The rounding error of the weight, with ``kahan``."""
 
 
 class AdamWBF16(Optimizer):
@@ -96,16 +107,15 @@ class AdamWBF16(Optimizer):
             state.update({name: torch.zeros_like(parameter) for name in names})
         state["step"] += 1
         step = int(state["step"])
-        tensors = [
-            None if tensor is None else to_local(tensor)
-            for tensor in (
-                parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"], state.get("compensation"),
-            )
-        ]  # fmt: skip
-        if to_local(parameter).numel():  # a rank may hold none of a small one
+        compensation = state.get("compensation")
+        tensors = _Tensors(
+            *map(to_local, (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])),
+            compensation=None if compensation is None else to_local(compensation),
+        )
+        if tensors.weight.numel():  # a rank may hold none of a small one
             key = torch.tensor(_signed(mix(self._noise_keys[parameter] ^ mix(step))), dtype=torch.int32)
             sizes, betas = _StepSizes.of(group, step), group["betas"]
-            self._update(*tensors, self._coordinates_of(parameter), key, sizes, betas, group["eps"])
+            self._update(tensors, self._coordinates_of(parameter), key, sizes, betas, group["eps"])
 
     def _coordinates_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """For each dimension, what an index adds to the number of an element in the full parameter, modulo 2^32."""
@@ -166,11 +176,7 @@ def _add_and_cut(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def update(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    compensation: Tensor | None,
+    tensors: _Tensors,
     coordinates: Sequence[Tensor],
     key: Tensor,
     sizes: _StepSizes,
@@ -178,6 +184,7 @@ def update(
     eps: float,
 ) -> None:
     """Elementwise, in fp32, and in place: one kernel if it is compiled."""
+    weight, gradient, exp_avg, exp_avg_sq, compensation = tensors
     is_bf16 = weight.dtype == torch.bfloat16
     bits = random_bits(coordinates, key) if is_bf16 else None
     gradient = gradient.float()
@@ -198,26 +205,12 @@ def update(
         compensation.copy_(exact - rounded)
 
 
-def _update_in_parts(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    compensation: Tensor | None,
-    coordinates: tuple[Tensor, ...],
-    *settings: Any,
-) -> None:
+def _update_in_parts(tensors: _Tensors, coordinates: tuple[Tensor, ...], *settings: Any) -> None:
     """The same for some rows at a time."""
+    weight = tensors.weight
     elements = CPU_PART_ELEMENTS if weight.device.type == "cpu" else PART_ELEMENTS
     rows = max(1, elements // max(1, weight[0].numel()))
     for first in range(0, len(weight), rows):
         part = slice(first, first + rows)
-        update(
-            weight[part],
-            gradient[part],
-            exp_avg[part],
-            exp_avg_sq[part],
-            None if compensation is None else compensation[part],
-            (coordinates[0][part], *coordinates[1:]),
-            *settings,
-        )
+        some = _Tensors(*(None if tensor is None else tensor[part] for tensor in tensors))  # type: ignore[arg-type]
+        update(some, (coordinates[0][part], *coordinates[1:]), *settings)

@@ -1,18 +1,51 @@
-"""``z2a blame``: the documents of a step by their loss, recomputed with the weights of the nearest checkpoint."""
+"""``z2a blame``: the documents of a step, rebuilt from the run directory alone, and their loss, recomputed with the
+weights of the nearest checkpoint."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from zero2all.errors import Z2aError
+from zero2all.errors import UsageError, Z2aError
 from zero2all.model import document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.train.run import Run, resolve_model_config
-from zero2all.train.trace import trace_text
 
+MAX_TEXT_CHARS = 200  # of each document span
 QUICK_FLOPS = 1e11
+
+
+def trace_step(run: Run, step: int) -> dict[str, Any]:
+    """Every document with a token in the batch of ``step`` (counted from 0, as in the record)."""
+    plan = run.plan()
+    if not 0 <= step < plan.total_steps:
+        raise UsageError(f"the run has steps 0 to {plan.total_steps - 1}")
+    stage = plan.stage_of(step)
+    start, stop = stage.sample_range(step)
+    return {
+        "run": str(run.directory),
+        "step": step,
+        "stage": stage.name,
+        "samples": [start, stop],
+        "documents": [asdict(span) for span in stage.dataset.documents(start, stop)],
+    }
+
+
+def trace_text(run: Run, step: int) -> dict[str, Any]:
+    """What ``trace_step`` returns, each document span with its first words."""
+    traced, tokenizer = trace_step(run, step), run.tokenizer()
+    first, last = traced["samples"]
+    tokens = run.plan().stage_of(step).dataset.tokens(first, last)
+    end, sample = 0, first
+    for span in traced["documents"]:
+        start, sample = (end if span["sample"] == sample else 0), span["sample"]
+        end = start + span["tokens"]
+        # A token has a few characters: the start of a long document is enough.
+        shown = tokens[sample - first, start : min(end, start + MAX_TEXT_CHARS)]
+        span["text"] = tokenizer.decode(shown).strip("\ufffd")[:MAX_TEXT_CHARS]  # whole characters
+    return traced
 
 
 @torch.inference_mode()

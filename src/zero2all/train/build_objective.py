@@ -8,14 +8,13 @@ from zero2all.checkpoint import InitialWeights, RankGroup
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.answer_sources import AnswerSources, open_reference
+from zero2all.train.answers import AnswerSources, open_reference
 from zero2all.train.distill_objective import DistillObjective
 from zero2all.train.grpo_objective import GRPOObjective
 from zero2all.train.plan import Plan
 from zero2all.train.rollouts import RolloutRanks
 from zero2all.train.run import Run
 from zero2all.train.step_objective import (
-    AnswerData,
     KTOObjective,
     PreferenceObjective,
     SourceLosses,
@@ -41,12 +40,7 @@ def build_objective(
             return DistillObjective(recipe, tokenizer, sources, model, ranks, ping), None
         return TokenObjective(sources), None
     answers = AnswerSources(recipe, plan)
-    reference, loaded = None, None
-    if options.needs_reference:
-        assert recipe.train.init is not None
-        found = open_reference(run, model, tokenizer, answers, ranks)
-        reference, loaded = found.reference, found.loaded
-    data = AnswerData(answers.validation, reference, answers.mismatched)
+    loaded = open_reference(run, model, tokenizer, answers, ranks) if options.needs_reference else None
     if options.name == "dpo":
-        return PreferenceObjective(options.dpo, data), loaded
-    return KTOObjective(options.kto, data), loaded
+        return PreferenceObjective(options.dpo, answers), loaded
+    return KTOObjective(options.kto, answers), loaded

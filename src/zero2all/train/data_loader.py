@@ -1,27 +1,103 @@
-"""Prefetched batches, one per step: each data-parallel rank reads only its own rows."""
+"""Prefetched batches, one per step: each data-parallel rank reads only its own rows. Copies between host and device
+that none of them waits for: batches to the device, metrics from it."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.hardware import on_current_device
+from zero2all.elastic.heartbeat import DEVICE_WATCH
+from zero2all.hardware import copy_to_device, on_current_device
 from zero2all.model import IGNORE_INDEX, document_starts
-from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import shard_range
+from zero2all.model.ops.varlen import document_cu_seqlens
+from zero2all.parallel.mesh import shard_range, split_batch
 from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
-from zero2all.train.device_batch import BatchCopier, DeviceBatch
 from zero2all.train.plan import Plan, StagePlan
 
 PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
 PADDING_SOURCE = ""  # the source of rows that pad the last micro-batch
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """What the model gets of a batch."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_starts: Tensor | None
+    """``document_starts``, if attention stays inside documents."""
+    cu_seqlens_MN: Tensor | None
+    """``document_cu_seqlens`` of its micro-batches, where a kernel needs them."""
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """To be called before use. The device waits for the copy, the host does not."""
+        if self.copied is None:
+            return
+        stream = torch.cuda.current_stream(self.inputs.device)
+        stream.wait_event(self.copied)
+        for tensor in (self.inputs, self.targets, self.doc_starts, self.cu_seqlens_MN):
+            if tensor is not None:
+                tensor.record_stream(stream)  # its memory is not reused before this stream has read it
+
+
+class BatchCopier:
+    """Copies a batch to a device, on a CUDA stream of its own.
+
+    >>> copier = BatchCopier(device, model.micro_batch_rows)
+    >>> copier.copy(inputs, targets, doc_starts=None, micro_batch_size=4)  # in the thread of the loader
+    """
+
+    def __init__(self, device: torch.device, micro_batch_rows: Callable[[int, int | None], int]) -> None:
+        self._device, self._micro_batch_rows = device, micro_batch_rows
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(
+        self, inputs: Tensor, targets: Tensor, doc_starts: Tensor | None, micro_batch_size: int | None
+    ) -> DeviceBatch:
+        """On a CPU nothing is copied."""
+        device, cu_seqlens_MN = self._device, None
+        if device.type != "cuda":
+            starts = None if doc_starts is None else doc_starts.to(device)
+            return DeviceBatch(inputs.to(device), targets.to(device), starts, None)
+        if doc_starts is not None:
+            cu_seqlens_MN = document_cu_seqlens(doc_starts, self._micro_batch_rows(len(inputs), micro_batch_size))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            inputs, targets = (copy_to_device(tensor, device) for tensor in (inputs, targets))
+            doc_starts, cu_seqlens_MN = (
+                None if tensor is None else copy_to_device(tensor, device) for tensor in (doc_starts, cu_seqlens_MN)
+            )
+            return DeviceBatch(inputs, targets, doc_starts, cu_seqlens_MN, self._stream.record_event())
+
+
+class HostCopy:
+    """A matrix and a vector of the device on their way to the host, as one copy. Only ``tolist`` waits for it."""
+
+    def __init__(self, matrix: Tensor, vector: Tensor) -> None:
+        self._columns, self._cells = matrix.shape[1], matrix.numel()
+        tensor = torch.cat([matrix.flatten(), vector.to(matrix)])
+        self._tensor, self._copied = tensor, None
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def tolist(self) -> tuple[list[list[float]], list[float]]:
+        if self._copied is not None:
+            with DEVICE_WATCH.host_waits():
+                self._copied.synchronize()
+        values: list[float] = self._tensor.tolist()
+        rows = [values[first : first + self._columns] for first in range(0, self._cells, self._columns)]
+        return rows, values[self._cells :]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from zero2all.errors import Z2aError, is_out_of_memory
 from zero2all.gpu_specs import Gpu
 from zero2all.hardware import device_title, dtype_name, pick_device, wants_compile
 from zero2all.io import MANIFEST
+from zero2all.model.cost.describe import with_precision_of
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import ParameterCounts, count_parameters
-from zero2all.model.cost.named_gpu import with_precision_of
-from zero2all.parallel.batch_split import BatchSplit, split_stage
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import BatchSplit, ParallelDims, split_stage
 from zero2all.planner.plan_text import memory_lines
 from zero2all.planner.rank_plan import MemoryPlan, plan_recipe_memory
 from zero2all.planner.workload import GPU, planned_dtype
@@ -50,6 +49,7 @@ from zero2all.units import show_count, show_seconds
 
 TokensState = Literal["built", "estimated", "unknown"]
 UNKNOWN = "unknown until 'z2a tokens build RECIPE'"
+SCHEDULE_POINTS = 60
 UNKNOWN_TOKENS = 2**50  # of each source, where only a plan without epochs is asked for
 
 
@@ -290,9 +290,9 @@ def _estimate_stage(
     )
 
 
-def _sample_schedule(plan: Plan, peak_lr: float, points: int = 60) -> dict[int, float]:
+def _sample_schedule(plan: Plan, peak_lr: float) -> dict[int, float]:
     last = plan.total_steps - 1
-    steps = dict.fromkeys(round(point * last / (points - 1)) for point in range(points))
+    steps = dict.fromkeys(round(point * last / (SCHEDULE_POINTS - 1)) for point in range(SCHEDULE_POINTS))
     return {step: peak_lr * plan.stage_of(step).lr_multiplier(step) for step in steps}
 
 
@@ -336,8 +336,12 @@ def _measured_time(
     notes += ["one process, without communication between ranks"] if dims.world_size > 1 else []
     notes += ["without torch.compile"] if wants_compile(recipe.train.compile, device) else []
     notes.append(f"MFU against {timing.peak.source}")
-    mfu = timing.flops / timing.peak.flops
-    return _total_time(stages, f"{ranks}{device_title(device)}", mfu, seconds_per_token, ", ".join(notes))
+    mfu, named, note = timing.flops / timing.peak.flops, f"{ranks}{device_title(device)}", ", ".join(notes)
+    tokens = [stage.tokens for stage in stages if stage.tokens is not None]
+    if len(tokens) < len(stages):
+        return TimeEstimate("measured", named, mfu, 1 / seconds_per_token[0], None, note)
+    seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
+    return TimeEstimate("measured", named, mfu, sum(tokens) / seconds, seconds, note)
 
 
 def _time_largest_stage(
@@ -358,21 +362,6 @@ def _time_largest_stage(
         tokens = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator)
         is_first = torch.zeros(shape, dtype=torch.bool) if recipe.train.masks_documents else None
     return time_steps(recipe, stage, tokens, is_first, device)
-
-
-def _total_time(
-    stages: list[StageEstimate],
-    device: str,
-    mfu: float,
-    seconds_per_token: list[float],
-    note: str,
-) -> TimeEstimate:
-    known = [stage.tokens for stage in stages]
-    if any(tokens is None for tokens in known):
-        return TimeEstimate("measured", device, mfu, 1 / seconds_per_token[0], None, note)
-    tokens = [one or 0 for one in known]
-    seconds = sum(count * each for count, each in zip(tokens, seconds_per_token, strict=True))
-    return TimeEstimate("measured", device, mfu, sum(tokens) / seconds, seconds, note)
 
 
 def _head_line(estimate: RunEstimate) -> str:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from zero2all.errors import Z2aError
 from zero2all.generation import Completion
-from zero2all.hardware import fp64_device
 from zero2all.io import fingerprint
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.parallel import ParallelModel
-from zero2all.parallel.batch_split import split_batch
+from zero2all.parallel.mesh import split_batch
 from zero2all.recipe import Recipe
 from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.tokenizer import Tokenizer
@@ -25,8 +24,8 @@ from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
-from zero2all.train.endpoint_rollouts import EndpointSampler
 from zero2all.train.rollouts import (
+    EndpointSampler,
     Prompt,
     Rollout,
     RolloutRanks,
@@ -38,7 +37,7 @@ from zero2all.train.rollouts import (
     score_rollouts,
     total_rollouts,
 )
-from zero2all.train.step_objective import Rows, StepLoss
+from zero2all.train.step_objective import Rows, StepLoss, with_flags
 
 SOURCE = "rollouts"
 VALIDATION_PROMPTS = 64
@@ -110,8 +109,7 @@ class GRPOObjective:
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         assert self._rollouts is not None
-        sums = rollout_metrics(-losses, self._rollouts, self._options)
-        return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
+        return with_flags(rollout_metrics(-losses, self._rollouts, self._options))
 
     def loss(self, rows: Rows, batch: Batch) -> float:
         return rows[1][0] / self._divisor

@@ -27,7 +27,7 @@ from zero2all.paths import RemotePath
 from zero2all.recipe import Mistake, ModelConfig, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
-from zero2all.train.identity_changes import model_changes
+from zero2all.train.resume import model_changes
 from zero2all.train.run import Run
 from zero2all.workspace import find_runs_below
 

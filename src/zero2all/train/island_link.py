@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from zero2all.checkpoint.peers import PeerServer, connect_peer
 from zero2all.connection import Address, Connection, TamperedError
 from zero2all.console import say
 from zero2all.elastic.island_client import GivenUpError, IslandClient
-from zero2all.elastic.island_quorum import Addresses, EnterIslands, OutcomeAnswer, QuorumAnswer, StartAnswer
+from zero2all.elastic.island_quorum import Addresses, EnterIslands, QuorumAnswer, StartAnswer
 from zero2all.errors import Interrupted, Z2aError
 from zero2all.network import local_address_for
 
@@ -28,6 +28,7 @@ FETCH_TIMEOUT = 5.0  # seconds without a byte after which a part counts as out o
 POLL_INTERVAL = 0.2  # seconds between two requests for a state that is not there yet
 STATE_PATIENCE = 600.0  # seconds for the other island to reach the step at which it gives its state
 Kind = Literal["delta", "state"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,15 @@ class NetworkLink:
         self._client = IslandClient(place.endpoint, place.secret, own, on_wait, is_stopping)
 
     def start(self, exchange: int, digest: str) -> StartAnswer:
-        answer = self._ranks.on_rank0(lambda: self._start(exchange, digest), self._on_wait)
+        answer = self._ranks.on_rank0(lambda: self._ask(lambda: self._client.start(exchange, digest)), self._on_wait)
         if answer is None:
             raise Interrupted("stopped while waiting for the other islands; the same command resumes")
         return answer
 
-    def _start(self, exchange: int, digest: str) -> StartAnswer | None:
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """What the rendezvous answers; None if this process was asked to stop while it waited."""
         try:
-            return self._client.start(exchange, digest)
+            return question()
         except GivenUpError:
             return None
 
@@ -180,12 +182,14 @@ class NetworkLink:
 
     def _attempt(self, number: int, last: int, part: Tensor) -> Exchanged | Missed | None:
         """None if it must be repeated."""
-        quorum = self._ranks.on_rank0(lambda: self._ready(number, last))
-        if not isinstance(quorum, QuorumAnswer):
-            return quorum
+        quorum = self._ranks.on_rank0(lambda: self._ask(lambda: self._client.ready(number, last)))
+        if quorum is None:
+            return "given up"
+        if quorum.is_behind:
+            return "behind"
         parts, own_failed = self._fetch_parts(quorum, number, part)
         failed = sorted(self._ranks.reduce(lambda: set(own_failed), operator.or_))
-        outcome = self._ranks.on_rank0(lambda: self._report(number, quorum.attempt, failed))
+        outcome = self._ranks.on_rank0(lambda: self._ask(lambda: self._client.report(number, quorum.attempt, failed)))
         if outcome is None:
             return "given up"
         if not outcome.is_complete:
@@ -193,19 +197,6 @@ class NetworkLink:
         sent, received = len(part) * (len(parts) - 1), sum(map(len, parts.values())) - len(part)
         ordered = [parts[island] for island in sorted(parts)]
         return Exchanged(ordered, sorted(parts), sent + received, bool(outcome.takers))
-
-    def _ready(self, number: int, last: int) -> QuorumAnswer | Missed:
-        try:
-            answer = self._client.ready(number, last)
-        except GivenUpError:
-            return "given up"
-        return "behind" if answer.is_behind else answer
-
-    def _report(self, number: int, attempt: int, failed: list[int]) -> OutcomeAnswer | None:
-        try:
-            return self._client.report(number, attempt, failed)
-        except GivenUpError:
-            return None
 
     def _fetch_parts(self, quorum: QuorumAnswer, number: int, own: Tensor) -> tuple[dict[int, Tensor], list[int]]:
         parts, failed = {self.place.island: own}, []

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from zero2all.checkpoint import RankGroup, RunIdentity
 from zero2all.checkpoint.flash import run_in_background
+from zero2all.checkpoint.state_dict import local_shard
 from zero2all.checkpoint.training_state import IslandsState
 from zero2all.console import say
+from zero2all.environment import ISLAND_VARIABLE, ISLANDS_ENDPOINT_VARIABLE, ISLANDS_SECRET_VARIABLE
 from zero2all.errors import Interrupted, UsageError, Z2aError
-from zero2all.train.island_link import Exchanged, IslandLink, Missed
-from zero2all.train.outer_optimizer import OuterOptimizer, exchange_offset, fragment_due
+from zero2all.io import fingerprint
+from zero2all.parallel import ParallelModel
+from zero2all.recipe import Recipe
+from zero2all.train.island_link import Exchanged, IslandLink, IslandPlace, Missed, NetworkLink
+from zero2all.train.outer_optimizer import OuterOptimizer, ReplicaShare, exchange_offset, fragment_due
+from zero2all.workspace import MAX_NAME_PARTS
 
 WAIT_INTERVAL = 1.0  # seconds between two heartbeats while waiting
 FRAGMENT_NUMBERS = 1 << 16
 """The number of an exchange is the steps done, times this, plus the number of its fragment. So later exchanges have
 larger numbers, also if the number of fragments is changed between two starts."""
+START_PATIENCE = 120.0  # seconds that a start waits for all islands; who comes later takes over the state of the others
 
 
 class EventRecorder(Protocol):
@@ -60,11 +71,11 @@ class Islands:
         total_steps: int,
         replica_counts: dict[str, int] | None = None,
         on_wait: Callable[[], None] = lambda: None,
-        on_event: EventRecorder = lambda event, /, **details: None,
     ) -> None:
         """``replica_counts``: how many ranks of this island hold the same shard of a weight, if more than one."""
         self.outer, self.recipe, self.link, self.total_steps = outer, outer.recipe, link, total_steps
-        self.on_event, self._on_wait = on_event, on_wait
+        self.on_event: EventRecorder = lambda event, /, **details: None
+        self._on_wait = on_wait
         self._replica_counts = replica_counts or {}
         self.exchange = -1
         """The last one that is complete; see ``IslandsState``."""
@@ -279,3 +290,80 @@ class Islands:
             say(f"islands present: {', '.join(map(str, present))}")
         self._present = present
         self.on_event("islands", present=present, gone=gone, new=new)
+
+
+def island_place(recipe: Recipe) -> IslandPlace | None:
+    """None if the recipe has one island: then nothing is exchanged."""
+    islands = recipe.parallel.sync.islands
+    if islands == 1:
+        if ISLAND_VARIABLE in os.environ:
+            raise UsageError("--island is for recipes with parallel.sync.islands > 1")
+        return None
+    if ISLAND_VARIABLE not in os.environ:
+        raise UsageError(
+            f"the recipe has {islands} islands (parallel.sync.islands): start 'z2a launch --rendezvous-only', "
+            "then each of them with 'z2a launch --island NUMBER --islands-endpoint HOST:PORT -- train RECIPE'"
+        )
+    island = int(os.environ[ISLAND_VARIABLE])
+    if island >= islands:
+        raise UsageError(f"--island {island}: parallel.sync.islands is {islands}, and they are numbered from 0")
+    return IslandPlace(island, islands, os.environ[ISLANDS_ENDPOINT_VARIABLE], os.environ[ISLANDS_SECRET_VARIABLE])
+
+
+def with_island_run(recipe: Recipe, place: IslandPlace | None) -> Recipe:
+    """With a run directory of its own: ``run/island-0``. A recipe that was stored there has it already."""
+    if place is None or recipe.run.endswith(_suffix(place)):
+        return recipe
+    if recipe.run.count("/") + 1 >= MAX_NAME_PARTS:
+        raise UsageError(f"run: {recipe.run} has no room for the directories of islands: give it fewer parts")
+    return recipe.model_copy(update={"run": recipe.run + _suffix(place)})
+
+
+def _suffix(place: IslandPlace) -> str:
+    return f"/island-{place.island}"
+
+
+def build_outer_optimizer(recipe: Recipe, model: ParallelModel) -> OuterOptimizer:
+    mesh, share = model.mesh, None
+    if mesh.dims.dp_replicate > 1:
+        group = mesh.get_mesh("dp_replicate").get_group()
+
+        def add_up(own: Tensor) -> Tensor:
+            total = own.to(mesh.device)
+            dist.all_reduce(total, group=group)
+            return total.cpu()
+
+        share = ReplicaShare(mesh.coordinate("dp_replicate"), mesh.dims.dp_replicate, add_up)
+    return OuterOptimizer(model.model, model.config.num_hidden_layers, recipe.parallel.sync, share)
+
+
+def connect_islands(
+    place: IslandPlace,
+    recipe: Recipe,
+    identity: RunIdentity,
+    total_steps: int,
+    model: ParallelModel,
+    outer: OuterOptimizer,
+    on_wait: Callable[[], None],
+    is_stopping: Callable[[], bool],
+) -> Islands:
+    """Called on all ranks; the other islands are met in ``Islands.start``."""
+    ranks = RankGroup()  # of its own: exchanges run in a thread
+    names = {name: tensor for fragment in outer.fragments for name, tensor in fragment.weights.items()}
+    layout = [(name, list(local_shard(tensor).shape), str(tensor.dtype)) for name, tensor in names.items()]
+    same = {
+        "parallel layout": ranks.gather(lambda: fingerprint(layout), fingerprint),
+        "parallel.sync": fingerprint(recipe.parallel.sync.model_dump(mode="json")),
+        "model": fingerprint(identity.model),
+        "tokenizer": identity.tokenizer,
+        "data": fingerprint([asdict(stage) for stage in identity.stages]),
+        "optimizer": identity.optimizer,
+        "seed": str(recipe.seed),
+        "number of steps": str(total_steps),
+    }
+    link = NetworkLink(
+        place, f"{recipe.name}/{recipe.run.removesuffix(_suffix(place))}", same, ranks,
+        patience=START_PATIENCE, on_wait=on_wait, is_stopping=is_stopping,
+    )  # fmt: skip
+    counts = {name: model.replica_count(tensor) for name, tensor in names.items()}
+    return Islands(outer, link, total_steps, counts, on_wait)

@@ -26,8 +26,7 @@ from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.activation_checkpoint import apply_ac
-from zero2all.parallel.batch_split import split_batch
-from zero2all.parallel.mesh import ParallelDims
+from zero2all.parallel.mesh import ParallelDims, split_batch
 from zero2all.planner.rank_plan import (
     ACTIVATIONS,
     APART,
@@ -56,7 +55,7 @@ def micro_batch_sizes(recipe: Recipe, dims: ParallelDims) -> list[int]:
     as many micro-batches as it has without a size."""
     train, stages = recipe.train, recipe.parallel.pp * recipe.parallel.stages_per_rank
     batches = [stage.batch_tokens // stage.seq_len for stage in train.resolved_stages() if not stage.micro_batch_tokens]
-    splits = [split_batch(batch, dims.dp * recipe.parallel.islands, None, stages) for batch in batches]
+    splits = [split_batch(batch, dims.dp * recipe.parallel.sync.islands, None, stages) for batch in batches]
     rows = math.gcd(*(split.micro_batches * split.samples for split in splits))
     largest = min(split.samples for split in splits)
     return [size for size in range(1, largest + 1) if rows % size == 0]

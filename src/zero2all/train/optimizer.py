@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero2all.errors import Z2aError, need
-from zero2all.model.cost.optimizer_state import updated_by_muon
+from zero2all.model.cost.model_size import updated_by_muon
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe
 from zero2all.torch_private import dtensor_like

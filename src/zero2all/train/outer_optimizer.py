@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zero2all.checkpoint.state_dict import local_shard, wrap_local_like
 from zero2all.errors import Z2aError
 from zero2all.parallel.mesh import shard_range
-from zero2all.recipe.sync import SyncRecipe
+from zero2all.recipe.parallel import SyncRecipe
 
 ExchangeDtype = Literal["fp32", "bf16", "int8"]
 BLOCK = 256  # values that share a scale: 1.6 % more bytes

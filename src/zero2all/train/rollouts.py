@@ -1,25 +1,33 @@
-"""Answers that the model samples to prompts, with their rewards."""
+"""Answers to prompts with their rewards, sampled by the model of the trainer or by a server."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from zero2all.checkpoint import RankGroup
+from zero2all.endpoint import Endpoint
 from zero2all.errors import UsageError, Z2aError
 from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import shard_range
 from zero2all.recipe import Mistake, Recipe
+from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.token_store import Array
 
 Reward = Callable[[str, str, str], float]
 """Of a prompt, an answer and the reference answer."""
+WORKERS = 4  # requests to a server at the same time, each of several answers
+MAX_ANSWERS = 16  # to one request
+SEED_STRIDE = 1009  # between prompts
+ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
 @dataclass(frozen=True)
@@ -210,3 +218,61 @@ def _reward(function: Reward, prompt: Prompt, answer: str, reference: str) -> fl
 def sampling_params(max_tokens: int, seed: int) -> SamplingParams:
     """From the model as it is: any filter would make sampler and trainer disagree."""
     return SamplingParams(max_tokens, temperature=1.0, top_k=0, seed=seed)
+
+
+class EndpointSampler:
+    """
+    >>> EndpointSampler(recipe.train.objective.grpo, tokenizer).sample(prompts, params, copies=8)
+    """
+
+    def __init__(self, recipe: GRPORecipe, tokenizer: Tokenizer) -> None:
+        assert recipe.endpoint is not None
+        self._endpoint, self._tokenizer = Endpoint(recipe.endpoint), tokenizer
+
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams, copies: int, ping: Callable[[], None]
+    ) -> list[list[Completion]]:
+        """``copies`` answers to each prompt; ``ping`` is called after each."""
+        found = []
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for group in pool.map(lambda prompt: self._ask(prompt, params, copies), prompts):
+                found.append(group)
+                ping()
+        return found
+
+    def _ask(self, prompt: Prompt, params: SamplingParams, copies: int) -> list[Completion]:
+        """In parts, since servers limit the answers to one request. Equal prompts have seeds of their own."""
+        parts = [min(MAX_ANSWERS, copies - first) for first in range(0, copies, MAX_ANSWERS)]
+        first_seed = params.seed + SEED_STRIDE * prompt.number
+        found = [self._post(prompt, params, count, first_seed + number) for number, count in enumerate(parts)]
+        return [one for part in found for one in part]
+
+    def _post(self, prompt: Prompt, params: SamplingParams, copies: int, seed: int) -> list[Completion]:
+        body = {
+            "prompt": prompt.tokens,
+            "n": copies,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "logprobs": 0,
+            "seed": seed,
+            "return_token_ids": True,
+        }
+        reply = self._endpoint.post("completions", body)
+        try:
+            choices = [self._completion(choice, prompt) for choice in reply["choices"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Z2aError(
+                f"the endpoint replies without token_ids or logprobs ({error}): use z2a serve or vLLM"
+            ) from error
+        if len(choices) != copies:
+            raise Z2aError(f"the endpoint replies with {len(choices)} answers, not {copies}")
+        return choices
+
+    def _completion(self, choice: dict[str, Any], prompt: Prompt) -> Completion:
+        tokens, logprobs = list(map(int, choice["token_ids"])), list(map(float, choice["logprobs"]["token_logprobs"]))
+        if len(tokens) != len(logprobs) or not tokens or max(tokens) >= self._tokenizer.vocab_size or min(tokens) < 0:
+            raise ValueError("token_ids and token_logprobs do not fit together or to the tokenizer")
+        if not all(math.isfinite(logprob) and logprob < ROUNDING for logprob in logprobs):
+            raise ValueError("token_logprobs are not log-probabilities")
+        reason = "stop" if choice["finish_reason"] == "stop" else "length"
+        return Completion(str(choice["text"]), tokens, logprobs, reason, prompt.tokens)  # type: ignore[arg-type]

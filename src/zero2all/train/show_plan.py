@@ -15,7 +15,7 @@ from zero2all.hardware import dtype_name
 from zero2all.model import hf_incompatibility
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
-from zero2all.parallel.batch_split import BatchSplit, split_stage
+from zero2all.parallel.mesh import BatchSplit, split_stage
 from zero2all.recipe import ModelConfig
 from zero2all.tokens.conversation_rows import ConversationRows
 from zero2all.track.record_reader import RecordReader

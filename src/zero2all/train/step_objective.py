@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero2all.hardware import copy_to_device, fp64_device
-from zero2all.model.ops.soft_loss import SoftTargets
+from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.objectives import (
     KTO_METRICS,
     PAIR_METRICS,
@@ -25,11 +25,8 @@ from zero2all.objectives import (
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.pipeline_parallel import SequenceObjective
 from zero2all.recipe.objective import DPORecipe, KTORecipe, ObjectiveRecipe
-from zero2all.tokens.conversation_rows import ConversationRows
-from zero2all.train.answer_scores import score_answers
+from zero2all.train.answers import AnswerSources, score_answers
 from zero2all.train.data_loader import Batch
-from zero2all.train.mismatched import MismatchedAnswers
-from zero2all.train.reference import Reference
 
 LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 Rows = Sequence[Sequence[float]]
@@ -133,62 +130,16 @@ class TokenObjective:
         return {}
 
 
-@dataclass(frozen=True)
-class AnswerData:
-    """What an objective that compares answers reads beside batches."""
-
-    validation: dict[str, ConversationRows]
-    """By source."""
-    reference: Reference | None
-    mismatched: dict[str, MismatchedAnswers]
-
-    def answer_batch(self, batch: Batch, device: torch.device) -> AnswerBatch:
-        """The answers of a rank's rows; rows of padding have none."""
-        assert batch.answers is not None
-        rows = batch.answers.rows
-        shape = (len(batch.inputs), max(1, max((len(row.documents) for row in rows), default=1)))
-        segments = np.zeros(batch.inputs.shape, dtype=np.int64)
-        lengths, desirable = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
-        reference = np.zeros(shape)
-        for place, (row, source) in enumerate(zip(rows, batch.sources, strict=False)):
-            segments[place] = row.segments[1:]
-            count = len(row.documents)
-            lengths[place, :count], desirable[place, :count] = row.lengths, row.desirable
-            if self.reference is not None:
-                reference[place, :count] = self.reference.of("train", source)[row.documents]
-        columns = (segments, lengths, desirable, reference.astype(np.float32))
-        return AnswerBatch(*map(torch.from_numpy, columns)).to(device)
-
-    def validation_answers(self, model: ParallelModel) -> tuple[Tensor, AnswerBatch] | None:
-        """Log-probabilities of all answers of the validation set, as one row of them; None if there are none."""
-        logps, reference, lengths, desirable = [], [], [], []
-        for source, rows in self.validation.items():
-            used = rows.used_documents
-            scores = score_answers(
-                model, rows.document_lengths, rows.read_document, rows.seq_len, f"answers of {source} (validation)"
-            )
-            logps.append(scores[used])
-            of_source = np.zeros(len(scores)) if self.reference is None else self.reference.of("valid", source)
-            reference.append(of_source[used])
-            lengths.append(rows.document_targets[used])
-            desirable.append(rows.document_desirable[used])
-        if not sum(map(len, logps)):
-            return None
-        columns = [torch.from_numpy(np.concatenate(parts))[None] for parts in (lengths, desirable, reference)]
-        empty = torch.zeros(1, 0, dtype=torch.int64)
-        return torch.from_numpy(np.concatenate(logps))[None], AnswerBatch(empty, *columns)
-
-
 class PreferenceObjective:
     """Pairs of answers: see ``DPORecipe``. The value of a step is the mean over pairs, plus the SFT term."""
 
-    def __init__(self, recipe: DPORecipe, data: AnswerData) -> None:
-        self._recipe, self._data = recipe, data
+    def __init__(self, recipe: DPORecipe, sources: AnswerSources) -> None:
+        self._recipe, self._sources = recipe, sources
         self._answers: AnswerBatch | None = None
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         assert batch.answers is not None
-        answers = self._answers = self._data.answer_batch(batch, model.mesh.device)
+        answers = self._answers = self._sources.answer_batch(batch, model.mesh.device)
         counts = batch.answers.counts
         nll_weight = self._recipe.nll_weight * counts.examples / max(1, counts.desirable_targets)
 
@@ -202,7 +153,7 @@ class PreferenceObjective:
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         assert self._answers is not None
-        return _with_flags(preference_metrics(self._answers.logps(losses), self._answers, self._recipe))
+        return with_flags(preference_metrics(self._answers.logps(losses), self._answers, self._recipe))
 
     def loss(self, rows: Rows, batch: Batch) -> float:
         assert batch.answers is not None
@@ -215,7 +166,7 @@ class PreferenceObjective:
         return {name: sums[name] / sums["pairs"] for name in PAIR_METRICS[2:]}
 
     def validate(self, model: ParallelModel) -> dict[str, float]:
-        found = self._data.validation_answers(model)
+        found = self._sources.validation_answers(model)
         if found is None:
             return {}
         sums = preference_metrics(*found, self._recipe).tolist()
@@ -225,14 +176,14 @@ class PreferenceObjective:
 class KTOObjective:
     """Answers with labels: see ``KTORecipe``. The value of a step is the mean over answers."""
 
-    def __init__(self, recipe: KTORecipe, data: AnswerData) -> None:
-        self._recipe, self._data = recipe, data
+    def __init__(self, recipe: KTORecipe, sources: AnswerSources) -> None:
+        self._recipe, self._sources = recipe, sources
         self._answers: AnswerBatch | None = None
         self._divergence = 0.0
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         assert batch.answers is not None
-        answers = self._answers = self._data.answer_batch(batch, model.mesh.device)
+        answers = self._answers = self._sources.answer_batch(batch, model.mesh.device)
         self._divergence = divergence = self._estimate_divergence(model, batch)
 
         def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
@@ -243,23 +194,24 @@ class KTOObjective:
 
     def _estimate_divergence(self, model: ParallelModel, batch: Batch) -> float:
         """The mean log-ratio of answers to other prompts, over the global batch; at least 0."""
-        assert self._data.reference is not None
         ratios = []
         documents = batch.stage.dataset.answer_documents(*batch.sample_range)
-        for source, pairs in self._data.mismatched.items():
+        for source, pairs in self._sources.mismatched.items():
             numbers = np.array([number for name, number in documents if name == source], dtype=np.int64)
             fitting = numbers[pairs.lengths[numbers] <= pairs.seq_len + 1]
             scores = score_answers(
                 model, pairs.lengths[fitting], lambda n, own=fitting, pairs=pairs: pairs.read(int(own[n])),  # type: ignore[misc]
                 pairs.seq_len,
             )  # fmt: skip
-            ratios.append(scores - self._data.reference.of_mismatched(source)[fitting])
+            reference = self._sources.reference_of("mismatched", source)
+            assert reference is not None
+            ratios.append(scores - reference[fitting])
         both = np.concatenate(ratios)
         return max(0.0, float(both.mean())) if len(both) else 0.0
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
         assert self._answers is not None
-        return _with_flags(kto_metrics(self._answers.logps(losses), self._answers, self._divergence, self._recipe))
+        return with_flags(kto_metrics(self._answers.logps(losses), self._answers, self._divergence, self._recipe))
 
     def loss(self, rows: Rows, batch: Batch) -> float:
         assert batch.answers is not None
@@ -269,7 +221,7 @@ class KTOObjective:
         return _kto_means([row[0] for row in rows]) | {"kl": self._divergence}
 
     def validate(self, model: ParallelModel) -> dict[str, float]:
-        found = self._data.validation_answers(model)
+        found = self._sources.validation_answers(model)
         return {} if found is None else _kto_means(kto_metrics(*found, self._divergence, self._recipe).tolist())
 
 
@@ -286,7 +238,7 @@ def _kto_means(sums: Sequence[float]) -> dict[str, float]:
     return means
 
 
-def _with_flags(sums: Tensor) -> Tensor:
+def with_flags(sums: Tensor) -> Tensor:
     """A column of sums, and an empty row after it."""
     return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zero2all.console import progress
 from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, free_memory, peak_at_least, peak_flops, synchronize
+from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
 from zero2all.model import document_starts
-from zero2all.model.cost.activations import activation_bytes, dropout_score_bytes, loss_bytes
 from zero2all.model.cost.flops import flops_per_token
-from zero2all.model.cost.model_size import training_memory
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
+from zero2all.planner.rank_plan import plan_memory
+from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
+from zero2all.train.micro_batch import free_device_memory
 from zero2all.train.optimizer import build_optimizers, set_learning_rate
 from zero2all.units import show_bytes, show_seconds
 
@@ -58,13 +59,13 @@ def time_steps(
     if sample_seconds > MAX_SAMPLE_SECONDS:
         raise Z2aError(f"one sample would take about {show_seconds(sample_seconds)} on this {device.type}")
     samples = max(1, min(len(tokens), int(MAX_PASS_SECONDS / sample_seconds)))
-    _require_memory(recipe, samples * stage.seq_len, device)
     mode, parallel = recipe.parallel.activation_checkpointing, recipe.parallel
     single = ParallelRecipe(
         activation_checkpointing="none" if mode == "budget" else mode,
         activation_checkpointing_every=parallel.activation_checkpointing_every,
         activation_offload=parallel.activation_offload,
     )
+    _require_memory(recipe.model_copy(update={"parallel": single}), stage, samples * stage.seq_len, device)
     mesh, stored = ParallelMesh(ParallelDims(), device), weight_dtype(options.optimizer)
     model = ParallelModel(config, single, mesh, seed=recipe.seed, dtype=dtype, weight_dtype=stored)
     optimizers = build_optimizers(model.model, options.optimizer, model.param_groups, config.mup_width_mult)
@@ -95,15 +96,10 @@ def time_steps(
     )
 
 
-def _require_memory(recipe: Recipe, tokens: int, device: torch.device) -> None:
+def _require_memory(recipe: Recipe, stage: ResolvedStage, tokens: int, device: torch.device) -> None:
     """Refuse a model that does not fit: a process that runs out of main memory is killed without a word."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-    held, mode = training_memory(recipe, device), recipe.parallel.activation_checkpointing
-    half, recompute = held.precision != "fp32", mode if mode != "budget" else "none"
-    needed = held.weights + held.gradients + held.optimizer + held.half_weights
-    every, offload = recipe.parallel.activation_checkpointing_every, recipe.parallel.activation_offload
-    scores = dropout_score_bytes(recipe.model, recipe.train.seq_len, device)
-    needed += activation_bytes(recipe.model, tokens, half, recompute, every=every, offload=offload, score_bytes=scores)
-    needed += loss_bytes(recipe.model, tokens, half, device)
+    step = replace(stage, given_batch_tokens=tokens, micro_batch_tokens=tokens, batch_ramp=None)
+    needed = plan_memory(Workload.of(recipe, step, device), Layout.of(recipe, step, 1), device).peak
+    free = free_device_memory(device, ranks=1)
     if free is not None and needed > free:
         raise Z2aError(f"one process needs about {show_bytes(needed)} of memory, and {show_bytes(free)} are free here")

@@ -35,8 +35,7 @@ from zero2all.environment import set_cuda_environment, set_dump_file
 from zero2all.errors import Interrupted, Z2aError
 from zero2all.hardware import MPS, PeakFlops, compute_dtype, peak_flops, pick_device, set_deterministic
 from zero2all.model.cost.flops import Recompute
-from zero2all.model.cost.model_size import count_parameters
-from zero2all.model.cost.optimizer_state import weight_dtype
+from zero2all.model.cost.model_size import count_parameters, weight_dtype
 from zero2all.model.z2all import derive_seed
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
@@ -49,16 +48,14 @@ from zero2all.tokens.test_set import build_test_sets, open_test_sets
 from zero2all.track import RunRecord, open_sinks
 from zero2all.track.goodput import compute_run_goodput, format_goodput
 from zero2all.track.loss_evaluation import LossEvaluation
-from zero2all.train.answer_sources import objective_config
+from zero2all.train.answers import objective_config
 from zero2all.train.build_objective import build_objective
 from zero2all.train.compile_probe import choose_compile
-from zero2all.train.data_loader import Batch, DataLoader
-from zero2all.train.device_batch import BatchCopier, HostCopy
+from zero2all.train.data_loader import Batch, BatchCopier, DataLoader, HostCopy
 from zero2all.train.hooks import TrainerHooks
 from zero2all.train.hyperparameters import choose_hyperparameters, stored_micro_batch, with_hyperparameters
 from zero2all.train.initial_weights import load_initial_weights
-from zero2all.train.island_run import build_outer_optimizer, connect_islands, island_place, with_island_run
-from zero2all.train.islands import Islands
+from zero2all.train.islands import Islands, build_outer_optimizer, connect_islands, island_place, with_island_run
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.optimizer import build_optimizers, map_optimizer_state, set_learning_rate
 from zero2all.train.outer_optimizer import OuterOptimizer
@@ -68,8 +65,14 @@ from zero2all.train.run import TEST_SETS, Run, init_path, model_identity, requir
 from zero2all.train.samples import record_samples
 from zero2all.train.show_plan import read_lr_history, say_run
 from zero2all.train.signals import stop_requested
-from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
-from zero2all.train.spike_report import format_ranges, lower_lr_hint, report_spike, shown_norms
+from zero2all.train.spike_detector import (
+    DETECTION_DELAY,
+    SpikeDetector,
+    format_ranges,
+    lower_lr_hint,
+    report_spike,
+    shown_norms,
+)
 from zero2all.train.step_objective import StepLoss, TokenObjective, idle_reason
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS, ThroughputMeter
@@ -342,7 +345,7 @@ class Trainer:
             self.mesh.device,
             peak,
             self.model.dtype,
-            self.mesh.dims.world_size * parallel.islands,
+            self.mesh.dims.world_size * parallel.sync.islands,
             recompute,
             parallel.activation_checkpointing_every,
         )

@@ -36,7 +36,6 @@ OPTIONS = {"mtp_weight": 0.1, "z_loss": 1e-4, "final_logit_softcapping": 30.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
 # Triton compiles for a GPU: Liger's kernels are tested by test_liger.py.
 TRACEABLE = {"norm": "torch", "rope": "torch", "swiglu": "torch", "cross_entropy": "chunked", "attention": "sdpa"}
-WITHOUT_AUTOGRAD = {"flex"}  # its fake implementation traces the backward pass too
 DOCUMENTS = 4
 
 
@@ -53,9 +52,9 @@ def config(ops: dict[str, str] | None = None, **changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({**SHAPE, **changes, "ops": {**TRACEABLE, **(ops or {})}})
 
 
-def forward(model_config: ModelConfig, packed: bool = False, autograd: bool = True) -> list[HostSync]:
+def forward(model_config: ModelConfig, packed: bool = False) -> list[HostSync]:
     """The host syncs of one training pass, to the loss of each token and what the loss computes for its gradient."""
-    with fake_cuda() as syncs, torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(autograd):
+    with fake_cuda() as syncs, torch.autocast("cuda", torch.bfloat16):
         model = Z2all(model_config).train()
         tokens_BS = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         assert not syncs.found, "nothing is to be waited for while the model is built"
@@ -85,7 +84,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", OPS["attention"])
 def test_attention(kernel: str, packed: bool, window: int | None) -> None:
     assert OPS["attention"][kernel].unavailable_reason(CUDA, config()) is None
-    found = forward(config({"attention": kernel}, sliding_window=window), packed, kernel not in WITHOUT_AUTOGRAD)
+    found = forward(config({"attention": kernel}, sliding_window=window), packed)
     assert found == []
 
 

@@ -140,13 +140,11 @@ def is_offloaded(layer: int, config: ModelConfig) -> bool:
     return layer < config.num_hidden_layers - 1
 
 
-def loss_bytes(
-    config: ModelConfig, tokens: int, half: bool, device: torch.device, tp: int = 1, loss_parallel: bool = True
-) -> int:
+def loss_bytes(config: ModelConfig, tokens: int, half: bool, device: torch.device, tp: int = 1) -> int:
     """Logits that the loss has at one time: all of them in its reference and over tp ranks, else those of a chunk, with
     the gradients of the head (in fp32) and of its input, which such a loss computes along with itself."""
     rows = config.padded_vocab_size
-    if tp > 1 and loss_parallel:
+    if tp > 1:
         return all_logits_bytes(config, tokens) // tp
     if config.ops.cross_entropy == "reference":
         return all_logits_bytes(config, tokens)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import yaml
-from pydantic import Field
 
 from zero2all.errors import UsageError
 from zero2all.gpu_specs import Gpu
@@ -24,23 +22,30 @@ from zero2all.recipe import ModelConfig, Recipe
 from zero2all.units import show_bytes, show_count
 
 
-@dataclass(frozen=True)
-class FlopsSummary:
-    """FLOPs of one token in a sequence of ``seq_len``."""
+def with_precision_of(recipe: Recipe, gpu: Gpu) -> Recipe:
+    """The recipe with the precision that it has on ``gpu``. Precisions that the GPU does not compute are errors."""
+    train = recipe.train
+    if train.compute_precision == "bf16" and not gpu.has_bf16:
+        cause = "train.precision" if train.precision == "bf16" else f"train.optimizer.name={train.optimizer.name}"
+        raise UsageError(f"{gpu.name} has no bf16, which {cause} needs: set train.precision=fp16 with adamw")
+    if train.float8 is not None and gpu.fp8_flops is None:
+        raise UsageError(f"{gpu.name} has no fp8 products: remove train.float8, or use --gpu H100")
+    if train.compute_precision != "auto":
+        return recipe
+    return recipe.model_copy(update={"train": train.model_copy(update={"precision": gpu.auto_precision})})
 
-    seq_len: int
-    projections: int
-    scores: int
-    mlp: int
-    head: int
-    forward: int
-    backward: int
-    model: int
-    palm: int
-    causal: int
-    hardware: int
-    hardware_recomputing: int
-    six_n: Annotated[int, Field(serialization_alias="6N")]
+
+FLOPS_PARTS = ("projections", "scores", "mlp", "head")
+FLOPS_COUNTS = {
+    "forward": ("forward", ""),
+    "training": ("model", "  forward and backward; what MFU counts"),
+    "6N": ("6N", "  6 x active parameters in matrix products; no scores"),
+    "PaLM": ("palm", "  6 x all active parameters + scores; what mfu_palm counts"),
+    "causal": ("causal", "  training without the pairs that the causal mask excludes"),
+    "hardware": ("hardware", "  fused attention recomputes the scores; what HFU counts"),
+    "recomputing": ("hardware_recomputing", "  the same with full activation checkpointing"),
+}
+"""By what is printed: the key of the count, and what it means."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class ModelDescription:
 
     model: ModelConfig
     parameters: ParameterCounts
-    flops_per_token: FlopsSummary
+    flops_per_token: dict[str, int]
+    """By what is counted, in a sequence of ``seq_len``."""
     cache: KVCacheSize
     ops: list[KernelChoice]
     gpu: str
@@ -76,36 +82,33 @@ def describe_model(recipe: Recipe, device: torch.device, gpu: Gpu) -> ModelDescr
         parameters=parameters,
         flops_per_token=_summarize_flops(config, options.seq_len, parameters),
         cache=KVCacheSize(context, per_token, per_token * context),
-        ops=_chosen_ops(config, device, options.deterministic),
+        ops=_chosen_ops(config, device),
         gpu=gpu.name,
         products=model_matmuls(config, options.effective_micro_batch_tokens, gpu, recipe.parallel.tp),
         advice=advise_shapes(recipe, gpu),
     )
 
 
-def _summarize_flops(config: ModelConfig, seq_len: int, parameters: ParameterCounts) -> FlopsSummary:
+def _summarize_flops(config: ModelConfig, seq_len: int, parameters: ParameterCounts) -> dict[str, int]:
     flops = flops_per_token(config, seq_len)
-    return FlopsSummary(
-        seq_len=seq_len,
-        projections=flops.projections,
-        scores=flops.scores,
-        mlp=flops.mlp,
-        head=flops.head,
-        forward=flops.forward,
-        backward=flops.model - flops.forward,
-        model=flops.model,
-        palm=palm_flops_per_token(config, parameters.active, seq_len),
-        causal=flops.causal,
-        hardware=flops.hardware(),
-        hardware_recomputing=flops.hardware("full"),
-        six_n=6 * parameters.in_products,
-    )
+    return {
+        "seq_len": seq_len,
+        **{part: getattr(flops, part) for part in FLOPS_PARTS},
+        "forward": flops.forward,
+        "backward": flops.model - flops.forward,
+        "model": flops.model,
+        "palm": palm_flops_per_token(config, parameters.active, seq_len),
+        "causal": flops.causal,
+        "hardware": flops.hardware(),
+        "hardware_recomputing": flops.hardware("full"),
+        "6N": 6 * parameters.in_products,
+    }
 
 
-def _chosen_ops(config: ModelConfig, device: torch.device, deterministic: bool) -> list[KernelChoice]:
+def _chosen_ops(config: ModelConfig, device: torch.device) -> list[KernelChoice]:
     """The table of ``device``; a named kernel may need another device, which is reported instead."""
     try:
-        table = choose_kernels(config, device, deterministic).choices
+        table = choose_kernels(config, device).choices
         return [choice for choice in table if config.moe or choice.op != "experts"]
     except UsageError as error:
         return [KernelChoice("not on this machine", "", {"why": str(error)})]
@@ -138,19 +141,9 @@ def _parameters(shown: ModelDescription) -> list[str]:
 
 def _flops(shown: ModelDescription) -> list[str]:
     flops = shown.flops_per_token
-    head = f"FLOPs per token, in a sequence of {flops.seq_len}"
-    parts = [f"  {part:<12}{show_count(getattr(flops, part)):>9}" for part in ("projections", "scores", "mlp", "head")]
-    return [
-        head,
-        *parts,
-        f"  forward     {show_count(flops.forward):>9}",
-        f"  training    {show_count(flops.model):>9}  forward and backward; what MFU counts",
-        f"  6N          {show_count(flops.six_n):>9}  6 x active parameters in matrix products; no scores",
-        f"  PaLM        {show_count(flops.palm):>9}  6 x all active parameters + scores; what mfu_palm counts",
-        f"  causal      {show_count(flops.causal):>9}  training without the pairs that the causal mask excludes",
-        f"  hardware    {show_count(flops.hardware):>9}  fused attention recomputes the scores; what HFU counts",
-        f"  recomputing {show_count(flops.hardware_recomputing):>9}  the same with full activation checkpointing",
-    ]
+    lines = [f"FLOPs per token, in a sequence of {flops['seq_len']}"]
+    lines += [f"  {part:<12}{show_count(flops[part]):>9}" for part in FLOPS_PARTS]
+    return lines + [f"  {name:<12}{show_count(flops[key]):>9}{what}" for name, (key, what) in FLOPS_COUNTS.items()]
 
 
 def _cache(shown: ModelDescription) -> list[str]:

@@ -57,14 +57,14 @@ class Flops:
         """``model`` without the pairs that the causal mask leaves out: S * (S + 1) / 2 of S * S remain."""
         return self.model - 3 * (self.scores - self.causal_scores)
 
-    def hardware(self, recompute: Recompute = "none", fused_attention: bool = True, every: int = 1) -> int:
+    def hardware(self, recompute: Recompute = "none", every: int = 1) -> int:
         """What the device really computes. HFU counts these.
 
         Fused attention keeps no scores, so its backward computes them once more: five products for two. With
         ``recompute="full"`` (activation checkpointing) each block, or each group of ``every`` blocks, runs forward once
         more; ``selective`` repeats norms, rotary positions and activations, but no product.
         """
-        again = self.scores // 2 if fused_attention else 0
+        again = self.scores // 2
         if recompute == "full":
             layers = len(self.recomputed)
             again += sum(self.recomputed)

@@ -1,7 +1,9 @@
-"""What a model is made of, before any of it is built: parameters, cache, and the memory that training takes."""
+"""What a model is made of, before any of it is built: parameters and cache; with an optimizer the dtype of the weights,
+the parameters that Muon updates, and the bytes of its state."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,11 +11,8 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from zero2all.hardware import compute_dtype, dtype_name
-from zero2all.model.cost.activations import activation_bytes, all_logits_bytes, dropout_score_bytes
-from zero2all.model.cost.optimizer_state import optimizer_state_bytes, weight_dtype
 from zero2all.model.z2all import Z2all
-from zero2all.recipe import ModelConfig, OptimizerRecipe, Recipe
+from zero2all.recipe import ModelConfig, OptimizerRecipe
 
 # Where a parameter belongs, by a substring of its name; the first match wins.
 _COMPONENTS = {
@@ -27,6 +26,11 @@ _COMPONENTS = {
     ".shared_experts.": "shared experts",
     "mlp": "feed-forward",
 }
+ROUTER = ".mlp.gate."  # one row of scores an expert: not a map of the residual stream, so not for Muon
+FP32_BYTES, BF16_BYTES = 4, 2
+# torchao keeps smaller tensors, and those that are not a multiple of a block, in fp32.
+MIN_8BIT_ELEMENTS, BLOCK_8BIT = 4096, 256
+TABLE_8BIT_BYTES = 256 * FP32_BYTES  # what the 256 values of a code mean, for each tensor
 
 
 @dataclass(frozen=True)
@@ -77,65 +81,45 @@ def kv_cache_bytes_per_token(config: ModelConfig, element: int = 2) -> int:
     return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_size * element
 
 
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes on one device that holds the full model. Up to ``half_weights`` they are exact, the others are estimates.
+def weight_dtype(optimizer: OptimizerRecipe, name: str = "") -> torch.dtype:
+    """In which weights, or the parameter ``name``, are stored; gradients are in the same. Routers are in fp32."""
+    return torch.bfloat16 if optimizer.has_bf16_weights and ROUTER not in name else torch.float32
 
-    Activations and gradients are not at their largest at the same time, so the sum is more than the peak.
+
+def updated_by_muon(name: str, dims: int) -> bool:
+    """Matrices inside the blocks, experts among them (three dimensions, the first one is the expert).
+
+    >>> updated_by_muon("layers.0.mlp.experts.up_proj", 3), updated_by_muon("layers.0.mlp.gate.weight", 2)
+    (True, False)
     """
-
-    micro_batch_tokens: int
-    precision: str
-    weights: int
-    gradients: int
-    optimizer: int
-    half_weights: int
-    """The copies that autocast makes of the matrices."""
-    activations: int
-    """Kept for the backward pass, by the fused kernels, without torch.compile (which keeps less)."""
-    activations_recomputing: int
-    """With activation checkpointing: the input of each block, and one block in full."""
-    logits: int
-    """Of the loss, where all are kept; the chunked kernels keep almost none."""
+    return "layers." in name and dims >= 2 and ROUTER not in name
 
 
-def training_memory(recipe: Recipe, device: torch.device) -> TrainingMemory:
-    config, tokens = recipe.model, recipe.train.effective_micro_batch_tokens
-    parameters = count_parameters(config)
-    dtype = compute_dtype(recipe.train.compute_precision, device)
-    half, stored = dtype.itemsize == 2, weight_bytes(config, recipe.train.optimizer)
-    matrices = (
-        parameters.total
-        - parameters.parts["norms"]
-        - (0 if config.tie_word_embeddings else parameters.parts["embedding"])
-    )
-    scores = dropout_score_bytes(config, recipe.train.seq_len, device)
-    return TrainingMemory(
-        micro_batch_tokens=tokens,
-        precision=dtype_name(dtype),
-        weights=stored,
-        gradients=weight_bytes(config, recipe.train.optimizer, trained=True),
-        optimizer=optimizer_bytes(config, recipe.train.optimizer),
-        half_weights=2 * matrices if half and not recipe.train.optimizer.has_bf16_weights else 0,
-        activations=activation_bytes(config, tokens, half, score_bytes=scores),
-        activations_recomputing=activation_bytes(config, tokens, half, "full", score_bytes=scores),
-        logits=all_logits_bytes(config, tokens),
-    )
+def optimizer_state_bytes(optimizer: OptimizerRecipe, name: str, shape: Sequence[int]) -> int:
+    """Bytes of optimizer state for a shard of this shape of the parameter ``name``, without its step counter.
 
-
-def optimizer_bytes(config: ModelConfig, optimizer: OptimizerRecipe) -> int:
-    """State of the optimizer for the full model; with LoRA for the adapters."""
-    return sum(
-        optimizer_state_bytes(optimizer, name, parameter.shape)
-        for name, parameter in _meta_parameters(config)
-        if parameter.requires_grad
-    )
-
-
-def weight_bytes(config: ModelConfig, optimizer: OptimizerRecipe, trained: bool = False) -> int:
-    """Weights of the full model as the optimizer wants them, or only those with a gradient."""
-    return sum(
-        weight_dtype(optimizer, name).itemsize * parameter.numel()
-        for name, parameter in _meta_parameters(config)
-        if parameter.requires_grad or not trained
-    )
+    >>> optimizer_state_bytes(OptimizerRecipe(name="lion"), "lm_head.weight", (10, 100))
+    4000
+    >>> optimizer_state_bytes(OptimizerRecipe(name="adafactor"), "lm_head.weight", (10, 100))
+    440
+    """
+    count, itemsize = math.prod(shape), weight_dtype(optimizer, name).itemsize
+    match optimizer.name:
+        case "muon":
+            return count * (FP32_BYTES if updated_by_muon(name, len(shape)) else 2 * FP32_BYTES)
+        case "sgd":
+            return count * FP32_BYTES if optimizer.momentum else 0
+        case "lion":
+            return count * FP32_BYTES
+        case "adamw":
+            return count * 2 * FP32_BYTES
+        case "adamw-bf16" | "adamw-bf16-kahan":
+            compensation = BF16_BYTES if optimizer.name.endswith("kahan") and itemsize == BF16_BYTES else 0
+            return count * (2 * itemsize + compensation)
+        case "adafactor":
+            *stack, rows, columns = shape if len(shape) > 1 else (count, 0)
+            return math.prod(stack) * (rows + columns) * FP32_BYTES
+        case "adamw-8bit":
+            if count < MIN_8BIT_ELEMENTS or count % BLOCK_8BIT:
+                return count * 2 * FP32_BYTES
+            return 2 * (count + count // BLOCK_8BIT * FP32_BYTES + TABLE_8BIT_BYTES)

@@ -7,10 +7,9 @@ all layers with the same window, and then attends with it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,26 +29,22 @@ from zero2all.model.ops.varlen import (
     varlen_attention,
 )
 from zero2all.recipe import ModelConfig
-from zero2all.torch_private import compiled_region_options
-
-NO_DROPOUT = "has no dropout, and model.attention_dropout is above 0"
 
 
-class MaskFor(Protocol):
-    def __call__(
-        self,
-        doc_starts_BS: Tensor | None,
-        length: int,
-        window: int | None,
-        device: torch.device,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        """What the layers with this window share. With ``document_cu_seqlens`` of the rows there is no host sync."""
+class MaskInputs(NamedTuple):
+    """What a mask is built from: rows of a length on a device, and the window of the layers that share it."""
+
+    doc_starts_BS: Tensor | None
+    length: int
+    window: int | None
+    device: torch.device
+    cu_seqlens: Tensor | None = None
+    """``document_cu_seqlens`` of the rows: with them there is no host sync."""
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    mask_for: MaskFor
+    mask_for: Callable[[MaskInputs], Any]
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     """(q [B, H, S, E], k and v [B, K, S, E], mask) to [B, H, S, E]."""
     attend_with_dropout: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor] | None = None
@@ -85,14 +80,8 @@ def attention_mask(
     return shared
 
 
-def _reference_mask(
-    doc_starts_BS: Tensor | None,
-    length: int,
-    window: int | None,
-    device: torch.device,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    return attention_mask(doc_starts_BS, length, window, device)
+def _reference_mask(rows: MaskInputs) -> Tensor:
+    return attention_mask(rows.doc_starts_BS, rows.length, rows.window, rows.device)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
@@ -116,19 +105,12 @@ class SdpaMask(NamedTuple):
     """On devices that have no kernel for documents and windows."""
 
 
-def sdpa_mask(
-    doc_starts_BS: Tensor | None,
-    length: int,
-    window: int | None,
-    device: torch.device,
-    cu_seqlens: Tensor | None = None,
-    first: int = 0,
-    row_length: int | None = None,
-) -> SdpaMask:
+def sdpa_mask(queries: MaskInputs, first: int = 0, row_length: int | None = None) -> SdpaMask:
     """For queries at positions [first, first + length) over keys [0, first + length).
 
     ``doc_starts_BS`` is that of the queries, ``cu_seqlens`` that of whole rows of ``row_length``.
     """
+    doc_starts_BS, length, window, device, cu_seqlens = queries
     window = None if window is None or window >= first + length else window
     if doc_starts_BS is None and window is None and not first:
         return SdpaMask()
@@ -206,75 +188,23 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
 
 
-def _flex() -> AttentionBackend:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    # Without compiling it keeps all scores in memory. As a region of its own it is one operation for activation
-    # checkpointing, which can save its output. Not dynamic: validation has other shapes, and a kernel for all of them
-    # is slower.
-    compiled = torch.compile(flex_attention, options=compiled_region_options(), dynamic=False)
-    build_mask = torch.compile(create_block_mask, dynamic=False)  # uncompiled it builds the S x S mask first
-
-    @functools.lru_cache(maxsize=16)
-    def causal_mask(length: int, window: int | None, device: torch.device) -> Any:
-        return mask_for(None, length, window, device)
-
-    def mask_for(doc_starts_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> Any:
-        reach = window or length
-
-        def sees(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            inside = (column <= row) & (row - column < reach)
-            return inside if doc_starts_BS is None else inside & (column >= doc_starts_BS[batch, row])
-
-        rows = None if doc_starts_BS is None else doc_starts_BS.shape[0]
-        return build_mask(sees, rows, None, length, length, device=device)
-
-    def flex_mask(
-        doc_starts_BS: Tensor | None,
-        length: int,
-        window: int | None,
-        device: torch.device,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        if doc_starts_BS is None:
-            return causal_mask(length, window, device)
-        return mask_for(doc_starts_BS, length, window, device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-        return out
-
-    return AttentionBackend(flex_mask, attend)
-
-
-def _flex_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
-    if config.attention_dropout:
-        return NO_DROPOUT
-    return None if device.type == "cuda" else f"computes no gradient on {device.type}"
-
-
 class FlashMask(NamedTuple):
     window: tuple[int, int]
     sequences: VarlenSequences | None
     """Of documents."""
 
 
-def _flash_mask(
-    doc_starts_BS: Tensor | None,
-    length: int,
-    window: int | None,
-    device: torch.device,
-    cu_seqlens: Tensor | None = None,
-) -> FlashMask:
-    reach = (-1 if window is None else window - 1, 0)
-    if doc_starts_BS is None:
+def _flash_mask(rows: MaskInputs) -> FlashMask:
+    reach = (-1 if rows.window is None else rows.window - 1, 0)
+    if rows.doc_starts_BS is None:
         return FlashMask(reach, None)
-    cu_seqlens = document_cu_seqlens(doc_starts_BS) if cu_seqlens is None else cu_seqlens
-    return FlashMask(reach, own_chunk_sequences(cu_seqlens, length, 0, length))
+    cu_seqlens = document_cu_seqlens(rows.doc_starts_BS) if rows.cu_seqlens is None else rows.cu_seqlens
+    return FlashMask(reach, own_chunk_sequences(cu_seqlens, rows.length, 0, rows.length))
 
 
 def _flash_unavailable_reason(device: torch.device, config: ModelConfig) -> str | None:
-    return needs_cuda("flash_attn")(device, config) or (NO_DROPOUT if config.attention_dropout else None)
+    no_dropout = "has no dropout, and model.attention_dropout is above 0" if config.attention_dropout else None
+    return needs_cuda("flash_attn")(device, config) or no_dropout
 
 
 def _flash() -> AttentionBackend:
@@ -296,6 +226,5 @@ def _flash() -> AttentionBackend:
 KERNELS = {
     "sdpa": builtin_kernel(SDPA),
     "flash": Kernel(_flash, _flash_unavailable_reason),
-    "flex": Kernel(_flex, _flex_unavailable_reason, "torch does not promise the same bits from its backward"),
     "reference": builtin_kernel(AttentionBackend(_reference_mask, _reference, _reference)),
 }

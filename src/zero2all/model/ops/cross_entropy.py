@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from zero2all.model.ops.chunked_loss import chunked_loss
+from zero2all.model.ops.chunked_loss import chunk_rows, chunked_loss
 from zero2all.model.ops.kernels import IGNORE_INDEX, Kernel, builtin_kernel, needs_cuda
 from zero2all.recipe import ModelConfig
+
+MIN_REST = 1e-6  # of the probability of all other tokens
 
 
 class HeadConfig(NamedTuple):
@@ -84,3 +87,44 @@ KERNELS = {
     "torch": Kernel(lambda: torch_linear_cross_entropy, _torch_unavailable_reason),
     "reference": builtin_kernel(reference),
 }
+
+
+class SoftTargets(NamedTuple):
+    """What a teacher expects at each position."""
+
+    ids_BSK: Tensor
+    logps_BSK: Tensor
+    weight: float
+    """Of the teacher in the loss; the rest is that of the right tokens."""
+
+
+def soft_cross_entropy(x_ND: Tensor, weight: Tensor, ids_NK: Tensor, logps_NK: Tensor, head: HeadConfig) -> Tensor:
+    """KL(teacher || student) of each token in fp32, a few rows of logits at a time, which backward computes again.
+
+    The K likeliest tokens of the teacher have their own probabilities; all others are one more outcome, with what is
+    left.
+    """
+    rows = chunk_rows(len(weight), x_ND.device)
+    parts = zip(torch.split(x_ND, rows), torch.split(ids_NK, rows), torch.split(logps_NK, rows), strict=True)
+    losses = [
+        checkpoint(_divergence, x, weight, ids, logps, head, use_reentrant=False, preserve_rng_state=False)
+        for x, ids, logps in parts
+    ]
+    return torch.cat(losses)
+
+
+def _divergence(x_ND: Tensor, weight: Tensor, ids_NK: Tensor, logps_NK: Tensor, head: HeadConfig) -> Tensor:
+    logits = compute_logits(x_ND, weight, head).float()
+    own_NK = logits.gather(1, ids_NK) - logits.logsumexp(-1, keepdim=True)
+    logps_NK = logps_NK.float()
+    probabilities = logps_NK.exp()
+    rest = (1 - probabilities.sum(-1)).clamp(min=MIN_REST)
+    own_rest = (1 - own_NK.exp().sum(-1)).clamp(min=MIN_REST)
+    return (probabilities * (logps_NK - own_NK)).sum(-1) + rest * (rest.log() - own_rest.log())
+
+
+@torch.no_grad()
+def likeliest_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of the likeliest tokens, [..., K]."""
+    values, ids = logits.float().topk(count, dim=-1)
+    return ids, values - logits.float().logsumexp(-1, keepdim=True)

@@ -39,8 +39,6 @@ class Kernel:
     """Returns what computes it. Packages that may be missing are imported here and not before."""
     unavailable_reason: AvailabilityCheck = always_available
     """Why it cannot be used on a device for a model, or None if it can."""
-    nondeterministic_reason: str | None = None
-    """Why it cannot be used on a GPU that is to give the same bits every time, or None if it can."""
 
 
 def builtin_kernel(function: Any) -> Kernel:

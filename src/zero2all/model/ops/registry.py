@@ -54,35 +54,21 @@ class Ops:
         return next(choice for choice in self.choices if choice.op == op)
 
 
-def choose_kernels(config: ModelConfig, device: torch.device, deterministic: bool | None = None) -> Ops:
-    """The kernels that the recipe names, or with auto the first that runs on the device.
-
-    ``deterministic`` leaves only those that give the same bits every time; if not given, it is as torch is set.
-    """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    strict = deterministic and device.type == "cuda"
-    return Ops(
-        [_choose_kernel(op, kernels, getattr(config.ops, op), config, device, strict) for op, kernels in OPS.items()]
-    )
+def choose_kernels(config: ModelConfig, device: torch.device) -> Ops:
+    """The kernels that the recipe names, or with auto the first that runs on the device."""
+    return Ops([_choose_kernel(op, kernels, getattr(config.ops, op), config, device) for op, kernels in OPS.items()])
 
 
 def _choose_kernel(
-    op: str, kernels: dict[str, Kernel], wanted: str, config: ModelConfig, device: torch.device, strict: bool
+    op: str, kernels: dict[str, Kernel], wanted: str, config: ModelConfig, device: torch.device
 ) -> KernelChoice:
-    reasons = {
-        name: kernel.unavailable_reason(device, config) or (kernel.nondeterministic_reason if strict else None)
-        for name, kernel in kernels.items()
-    }
+    reasons = {name: kernel.unavailable_reason(device, config) for name, kernel in kernels.items()}
     if wanted == "auto":
         chosen = next(name for name, reason in reasons.items() if reason is None)
         otherwise = f"{chosen} comes first"
     else:
         chosen, otherwise = wanted, "the recipe names another"
         if reasons[chosen] is not None:
-            remedy = f"try model.ops.{op}=auto"
-            if reasons[chosen] == kernels[chosen].nondeterministic_reason:
-                remedy += ", or train.deterministic=false"
-            raise UsageError(f"model.ops.{op}={chosen} cannot be used: {reasons[chosen]}; {remedy}")
+            raise UsageError(f"model.ops.{op}={chosen} cannot be used: {reasons[chosen]}; try model.ops.{op}=auto")
     others = {name: reason or otherwise for name, reason in reasons.items() if name != chosen}
     return KernelChoice(op, chosen, others)
