@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 @pytest.fixture(scope="module")
 def llama_cpp(served_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (xllamacpp)")
-    from zero2all.export.parity import LlamaCpp
+    from zero2all.export.run_export import LlamaCpp
 
     out = tmp_path_factory.mktemp("gguf")
     export_run(served_run, out / "gguf", format="gguf", dtype="f32", check=False)

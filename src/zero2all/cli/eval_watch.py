@@ -45,7 +45,7 @@ def eval_watch(
     """
     from zero2all.evals.probe_suite import load_suite
     from zero2all.evals.probes import default_suites
-    from zero2all.evals.watch import WatchOptions, watch_run
+    from zero2all.evals.report import WatchOptions, watch_run
     from zero2all.train import Run
 
     suites = [load_suite(name) for name in suite or default_suites(Run.open(run))]

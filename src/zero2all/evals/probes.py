@@ -20,9 +20,8 @@ from zero2all.evals.target import TargetLocation, find_target
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
-from zero2all.track.eval_record import EvalCurve, EvalLine, append_evals, eval_curves
+from zero2all.track.eval_record import SIGNIFICANT, EvalCurve, EvalLine, append_evals, eval_curves
 from zero2all.track.run_view import read_run_view
-from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
 
 ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}

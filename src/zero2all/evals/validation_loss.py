@@ -24,7 +24,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
-from zero2all.track.loss_evaluation import LossEvaluation, LossMetrics
+from zero2all.track.eval_record import LossEvaluation, LossMetrics
 
 BATCH_TOKENS = 16384  # of one forward pass
 MAX_BATCH_ROWS = 16  # of one forward pass: small batches divide evenly over ranks

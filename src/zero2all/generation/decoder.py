@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zero2all.errors import Z2aError
 from zero2all.generation.rank_model import Chosen, LocalModel, RankModel
-from zero2all.generation.sampling import SamplingParams, choose_tokens
-from zero2all.generation.text_stream import TextStream
+from zero2all.generation.sampling import SamplingParams, TextStream, choose_tokens
 from zero2all.model import KVCache
 from zero2all.tokenizer import Tokenizer
 

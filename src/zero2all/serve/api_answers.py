@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.generation.decoder import TextPiece, TokenLogprobs
-from zero2all.generation.text_stream import overlap
+from zero2all.generation.sampling import overlap
 from zero2all.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END

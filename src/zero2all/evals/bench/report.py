@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from zero2all.charts.table import text_table
-from zero2all.evals.bench.contamination import Contamination
 from zero2all.evals.bench.evaluate import ItemResult
+from zero2all.evals.bench.memorization import Contamination
 
 ORIGINAL = "original"
 Metric = Literal["accuracy", "centered_accuracy", "answer_bits_per_byte"]
