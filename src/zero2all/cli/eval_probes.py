@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -22,23 +22,17 @@ def eval_probes(
             metavar="FILE|NAME",
         ),
     ] = None,
-    steps: Annotated[
-        Literal["newest", "all"], typer.Option("--steps", help="Evaluate the newest checkpoint of a run, or all.")
-    ] = "newest",
     json: Json = False,
 ) -> Result:
     """Measure probabilities of continuations and sentences.
 
-    The values of a run's checkpoints are added to its evals.jsonl, and 'z2a watch' shows them as curves. With several
-    checkpoints, a test tells which probes trend as expected.
+    The values of a run's newest checkpoint are added to its evals.jsonl, and 'z2a watch' shows them as curves. Once
+    several checkpoints are evaluated, as by 'z2a eval watch', a test tells which probes trend as expected.
 
-    Example: z2a eval probes runs/first --steps all
+    Example: z2a eval probes runs/first
     """
     from zero2all.evals.probe_suite import load_suite
-    from zero2all.evals.probes import default_suites, evaluate_checkpoints, find_checkpoints, format_probes
+    from zero2all.evals.probes import evaluate_probes, format_probes
 
-    suites = [load_suite(name) for name in suite or []]  # mistakes in them come before the weights are read
-    locations = find_checkpoints(target, steps)
-    suites = suites or [load_suite(name) for name in default_suites(locations[0].run)]
-    report = evaluate_checkpoints(target, locations, suites)
+    report = evaluate_probes(target, [load_suite(name) for name in suite or []])
     return Result(report, format_probes(report))
