@@ -136,9 +136,18 @@ def unreadable_run(run: str) -> RunSeries:
     return RunSeries(run, [Sample(READABLE, 0)])
 
 
+def family_text(name: str, kind: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
+    """A metric with its samples, each with its labels."""
+    lines = [f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"]
+    for labels, value in samples:
+        shown = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{f'{{{shown}}}' if labels else ''} {_number(value)}\n")
+    return "".join(lines)
+
+
 def exposition(runs: Iterable[RunSeries]) -> str:
     """The text of ``/metrics``. A run that has the name of another one before it gets a number."""
-    lines: dict[str, list[str]] = {family.name: [] for family in FAMILIES}
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {family.name: [] for family in FAMILIES}
     names: set[str] = set()
     for series in runs:
         name, number = _label_value(series.run), 1
@@ -147,13 +156,12 @@ def exposition(runs: Iterable[RunSeries]) -> str:
             name = f"{_label_value(series.run)} ({number})"
         names.add(name)
         for sample in series.samples:
-            labels = zip(("run", *sample.family.labels), (name, *sample.labels), strict=True)
-            shown = ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
-            lines[sample.family.name].append(f"{sample.family.name}{{{shown}}} {_number(sample.value)}\n")
+            labels = dict(zip(("run", *sample.family.labels), (name, *sample.labels), strict=True))
+            samples[sample.family.name].append((labels, sample.value))
     return "".join(
-        f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n{''.join(lines[family.name])}"
+        family_text(family.name, family.kind, family.help, found)
         for family in FAMILIES
-        if lines[family.name]
+        if (found := samples[family.name])
     )
 
 
