@@ -13,6 +13,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from benchmarks.reference_curve import reference_curve
 
 from zero2all.findings import Level
 from zero2all.io import read_record
@@ -25,7 +26,6 @@ from zero2all.track.health_checks import (
     ReferenceCurve,
     check_health,
     health_finding,
-    reference_curve,
 )
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView

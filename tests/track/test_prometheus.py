@@ -20,7 +20,6 @@ from tests.track.test_hostile import BAD_LINES, UNUSUAL_LINES, as_bytes
 from zero2all.errors import UsageError, Z2aError
 from zero2all.track import prometheus
 from zero2all.track.eval_record import EvalLine, append_evals
-from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import check_health
 from zero2all.track.http_server import load_key
 from zero2all.track.prometheus import CONTENT_TYPE, FAMILIES, exposition, run_series, unreadable_run
@@ -138,19 +137,16 @@ def exported(*runs: RunView) -> Parsed:
 
 def test_every_family_of_a_run_that_records_everything(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
-    reader = GoodputReader(LocalRunLocation(tmp_path / "a"))
-    reader.refresh()
-    parsed = parse(exposition([run_series(run, run.status(), check_health(run), reader.report)]))
+    parsed = exported(run)
     assert list(parsed.types) == [family.name for family in FAMILIES]
-    assert parsed.types["zero2all_lost_seconds_total"] == "counter"
+    assert parsed.types["zero2all_restarts_total"] == "counter"
     expected: dict[tuple[str, ...], float] = {
         ("readable",): 1, ("ended",): 0, ("step",): 99, ("planned_steps",): 200, ("tokens",): 100_000,
         ("loss",): 7.01, ("learning_rate",): 1e-3, ("gradient_norm",): 0.5, ("tokens_per_second",): 1e5,
         ("tflops",): 120.5, ("mfu_ratio",): 0.4, ("mfu_palm_ratio",): 0.44, ("hfu_ratio",): 0.45,
         ("step_seconds",): 1.0, ("remaining_seconds",): 100.0,
         ("last_step_timestamp_seconds",): 1e9 + 99, ("last_record_timestamp_seconds",): 1e9 + 104,
-        ("goodput_ratio",): round(100 / 114, 4), ("restarts_total",): 0,
-        ("lost_seconds_total", "cause", "evaluation"): 4.0, ("lost_seconds_total", "cause", "start-up"): 9.0,
+        ("goodput_ratio",): 100 / 101, ("restarts_total",): 0,
         ("source_loss", "source", "zh"): 3.5, ("source_loss", "source", "en"): 3.25,
         ("source_bpb", "source", "zh"): 1.5, ("validation_bpb", "name", "all"): 1.25,
         ("validation_bpb", "name", "poems (test set)"): 2.0,
@@ -198,9 +194,7 @@ def test_lines_that_another_program_wrote(tmp_path: Path, what: str) -> None:
     with open(tmp_path / "a" / "record.jsonl", "ab") as stream:
         stream.write(as_bytes({**BAD_LINES, **UNUSUAL_LINES}[what]))
     run = opened(tmp_path / "a")
-    reader = GoodputReader(LocalRunLocation(tmp_path / "a"))
-    reader.refresh()
-    parse(exposition([run_series(run, run.status(), check_health(run), reader.report)]))
+    exported(run)
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -280,7 +274,6 @@ def test_the_key_is_needed(
         assert answer.headers["content-type"] == CONTENT_TYPE
         parsed = parse(answer.text)
         assert [labels["run"] for labels in parsed.of("zero2all_loss")] == ["a", "b"]
-        assert parsed.value("zero2all_lost_seconds_total", run="b", cause="start-up") == 9.0
     elif status == 403:
         assert "zero2all" not in answer.text
 
@@ -334,25 +327,6 @@ def test_watch_serves_metrics_with_the_key_of_a_file(tmp_path: Path) -> None:
         assert parse(scrape(server, "0123456789abcdef")).value("zero2all_step", run="a") == 99
         with pytest.raises(urllib.error.HTTPError, match="403"):
             scrape(server, "0123456789abcdeg")
-
-
-class RemoteLocation:
-    """A run elsewhere, as far as the server can tell."""
-
-    def __init__(self, directory: Path) -> None:
-        self._local = LocalRunLocation(directory)
-        self.name, self.file_sizes, self.read = f"host:{self._local.name}", self._local.file_sizes, self._local.read
-
-
-def test_of_a_remote_run_the_goodput_is_an_estimate(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
-    run = RunView(RemoteLocation(tmp_path / "a"))
-    run.refresh()
-    with TestClient(build_app([run], KEY)) as client:
-        parsed = parse(client.get("/metrics", params={"key": KEY}).text)
-    assert 0 < parsed.value("zero2all_goodput_ratio", run="host:a") <= 1
-    assert parsed.value("zero2all_restarts_total", run="host:a") == 0
-    assert not parsed.of("zero2all_lost_seconds_total")
 
 
 def dashboard_queries() -> list[tuple[str, str]]:

@@ -30,7 +30,6 @@ from zero2all.track.loss_changes import (
     median_error,
     rise_since_best,
     source_curves,
-    trailing_median,
 )
 from zero2all.track.record_reader import Array
 from zero2all.track.run_view import RunView
@@ -361,21 +360,6 @@ RULES: tuple[Callable[[LossCurve], Iterator[Finding]], ...] = (
     initial_loss, compare_to_reference, not_finite, divergence, plateau, loss_spikes, sudden_drop, dead_source,
     throughput_drop, busy_machine, silence, damaged_files, first_preference_loss, chosen_falls, rollouts,
 )  # fmt: skip
-
-
-def reference_curve(run: RunView, points: int = 200) -> ReferenceCurve:
-    table = run.table(["loss"])
-    valid = np.isfinite(table.mean["loss"])  # lines of other metrics have none
-    steps, loss = table.steps[valid], table.mean["loss"][valid]
-    smooth = trailing_median(loss, max(5, len(steps) // 50))
-    rows = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
-    batch = run.metadata.batch_tokens or 1
-    return ReferenceCurve(
-        recipe=run.metadata.name,
-        sources=list(run.metadata.sources),
-        tokens=[int((steps[row] + 1) * batch) for row in rows],
-        loss=[round(float(smooth[row]), 4) for row in rows],
-    )
 
 
 def _trailing_median_and_mad(values: Array) -> tuple[Array, Array]:
