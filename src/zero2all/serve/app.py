@@ -29,6 +29,7 @@ from zero2all.errors import Z2aError
 from zero2all.generation.decoder import Request as Generation
 from zero2all.generation.decoder import TextPiece
 from zero2all.generation.sampling import SamplingParams
+from zero2all.records import first_problem, map_texts
 from zero2all.serve.api_answers import (
     Answer,
     ChatAnswer,
@@ -226,12 +227,10 @@ class Api:
         try:
             value = json.loads(bytes(data))
             if b"\\ud" in data.lower():  # an escaped surrogate, which no answer could repeat
-                value = _repair_texts(value)
+                value = map_texts(value, repair_surrogates)
             return kind.model_validate(value)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"]) from error
+            raise ApiError(400, first_problem(error)) from error
         except (ValueError, RecursionError) as error:
             raise ApiError(400, "the body is not valid JSON in UTF-8") from error
 
@@ -340,15 +339,6 @@ class Api:
             yield f"data: {json.dumps(error.to_json())}\n\n"
         finally:
             channel.cancel()
-
-
-def _repair_texts(value: Any) -> Any:
-    """With U+FFFD for each lone surrogate, as the tokenizer reads it."""
-    if isinstance(value, str):
-        return repair_surrogates(value)
-    if isinstance(value, dict):
-        return {_repair_texts(name): _repair_texts(inner) for name, inner in value.items()}
-    return [_repair_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def build_api(engine: Engine, model: ServedModel, key: str | None, limits: ServerLimits | None = None) -> Starlette:
