@@ -11,16 +11,36 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarks.common import benchmark_parser, show_json
 
 from zero2all.io import write_text
 from zero2all.track import read_steps
-from zero2all.track.health_checks import reference_curve
+from zero2all.track.health_checks import ReferenceCurve
+from zero2all.track.loss_changes import trailing_median
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
+
+POINTS = 200
+
+
+def reference_curve(run: RunView) -> ReferenceCurve:
+    table = run.table(["loss"])
+    valid = np.isfinite(table.mean["loss"])  # lines of other metrics have none
+    steps, loss = table.steps[valid], table.mean["loss"][valid]
+    smooth = trailing_median(loss, max(5, len(steps) // 50))
+    rows = np.unique(np.linspace(0, len(smooth) - 1, POINTS).astype(int))
+    batch = run.metadata.batch_tokens or 1
+    return ReferenceCurve(
+        recipe=run.metadata.name,
+        sources=list(run.metadata.sources),
+        tokens=[int((steps[row] + 1) * batch) for row in rows],
+        loss=[round(float(smooth[row]), 4) for row in rows],
+    )
 
 
 def held_out(run: Path) -> dict[str, list[float]]:
@@ -51,6 +71,6 @@ def main() -> None:
         sys.exit(f"the two runs are not equal: the losses of {len(differ)} steps differ ({differ[:5]} ...)")
     watched = RunView(LocalRunLocation(one))
     watched.refresh()
-    curve = {**reference_curve(watched), "held_out": held_out(one), "equal_runs": 2}
+    curve = {**asdict(reference_curve(watched)), "held_out": held_out(one), "equal_runs": 2}
     write_text(options.to, json.dumps(curve, allow_nan=False) + "\n")
     show_json(curve["held_out"], indent=2)

@@ -24,7 +24,7 @@ from tests.serve.servers import KEY, serve
 
 from zero2all.charts.table import markdown_table
 from zero2all.export import export_run
-from zero2all.export.parity import LlamaCpp
+from zero2all.export.run_export import LlamaCpp
 from zero2all.serve.api_answers import ServedModel
 from zero2all.serve.engine import Engine
 from zero2all.train import Run

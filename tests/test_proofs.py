@@ -18,8 +18,9 @@ PROOFS = {
     ("docs/status.md", "python -m tests.oracle"): "oracle/test_oracle.py::test_every_layout",
     ("docs/status.md", "z2a export"): "export/test_gguf.py::test_a_run_is_exported_compared_and_described",
     ("docs/status.md", "test_published.py"): "planner/test_published.py::test_llama_2_7b_took_184320_gpu_hours",
-    # Its cases are tests, and the gate runs those that are not marked long. The program only counts them.
-    ("SECURITY.md", "python -m tests.adversarial"): "adversarial/test_families.py::test_the_table_adds_up",
+    # Its cases are tests, and the gate runs those that are not marked long.
+    ("SECURITY.md", "python -m tests.adversarial"): "adversarial/test_network.py::"
+    "test_noise_gets_no_answer_and_leaves_no_trace",
     ("SECURITY.md", "python -m tests.adversarial.fuzz"): "adversarial/test_fuzz.py::"
     "test_no_input_of_a_few_seconds_is_a_finding",
     ("SECURITY.md", "python -m tests.adversarial.pattern_attack"): "adversarial/test_patterns.py::"

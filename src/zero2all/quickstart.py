@@ -21,8 +21,8 @@ from zero2all.corpus import build_corpus, recommended_workers, summary_lines
 from zero2all.engine import Engine
 from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
-from zero2all.evals.chat_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.generation import SamplingParams, StoryEvaluation, evaluate_stories, generate_batch, story_quality_line
+from zero2all.generation.story_quality import ChatQuality, evaluate_chat, held_out_conversations
 from zero2all.io import write_text
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
@@ -31,7 +31,7 @@ from zero2all.storyworld import LANGUAGES, StoryQuality, generate_stories
 from zero2all.storyworld.conversations import generate_conversations, handwritten_conversations
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts
-from zero2all.track.loss_evaluation import LossEvaluation
+from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.step_text import COLUMNS
 from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -83,6 +83,19 @@ def decode_json(data: str | bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Parsed JSON with every text changed, also the keys.
+
+    >>> map_texts({"a": ["b", 1]}, str.upper)
+    {'A': ['B', 1]}
+    """
+    if isinstance(value, dict):
+        return {change(key): map_texts(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [map_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def first_problem(error: ValidationError) -> str:

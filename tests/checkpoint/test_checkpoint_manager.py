@@ -22,8 +22,8 @@ from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.console import console
 from zero2all.elastic.heartbeat import Heartbeat, create_heartbeat
 from zero2all.track import RunRecord
-from zero2all.track.async_writer import AsyncWriter
 from zero2all.track.run_record import AppendFile
+from zero2all.track.sinks import AsyncWriter
 from zero2all.train import train
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.demo_model import CHAT_OVERRIDES, OVERRIDES, DemoRecord, make_demo
 from typer.testing import CliRunner
 
 from zero2all.cli.main import app
-from zero2all.demo import DIRECTORY, QUESTIONS, DemoRecord
-from zero2all.demo.make import CHAT_OVERRIDES, OVERRIDES, make_demo
+from zero2all.demo import DIRECTORY, QUESTIONS
 from zero2all.evals import open_target
 from zero2all.generation import SamplingParams
 from zero2all.io import MANIFEST, all_files, checksums, read_json_object

@@ -26,7 +26,7 @@ from zero2all.recipe import ModelConfig, ParallelRecipe, TokenizerRecipe
 from zero2all.records import parse_record
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.track.loss_evaluation import LossEvaluation
+from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.train import Run

@@ -14,7 +14,7 @@ import torch
 from tests.conftest import tiny_recipe
 from zero2all.errors import RecipeError, UsageError
 from zero2all.evals.probe_suite import ProbeSuite, builtin_suites, load_suite
-from zero2all.evals.probes import ProbeResult, evaluate_checkpoints, evaluate_suite, find_checkpoints, format_probes
+from zero2all.evals.probes import ProbeResult, evaluate_probes, evaluate_suite, format_probes
 from zero2all.model import Z2all
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
@@ -178,12 +178,10 @@ def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_checkpoints_of_a_run_become_curves(run: Run, suite: ProbeSuite) -> None:
     (run.directory / EVALS_FILE).unlink(missing_ok=True)
-    locations = find_checkpoints(str(run.directory), "all")
-    steps = [location.step for location in locations]
-    assert steps == [2, 4, 6]
-    report = evaluate_checkpoints("runs/x", locations[:2], [suite])
+    for step in (2, 4):
+        report = evaluate_probes(str(run.checkpoints.path(step)), [suite])
     assert [curve.steps for curve in report.curves] == [[2, 4]] * 6
-    report = evaluate_checkpoints("runs/x", locations[2:], [suite])
+    report = evaluate_probes(str(run.directory), [suite])
     assert [curve.steps for curve in report.curves] == [[2, 4, 6]] * 6
     assert report.recorded
     for curve in report.curves:
@@ -203,9 +201,9 @@ def test_a_run_that_cannot_be_written_is_evaluated_all_the_same(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("zero2all.evals.probes.append_evals", refuse)
-    report = evaluate_checkpoints("runs/x", find_checkpoints(str(run.directory), "all"), [suite])
+    report = evaluate_probes(str(run.directory), [suite])
     assert not report.recorded
-    assert report.curves[0].steps == [2, 4, 6]
+    assert report.curves[0].steps == [6]
 
 
 def test_the_command_prints_values_and_json(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +216,8 @@ def test_the_command_prints_values_and_json(run: Run, tmp_path: Path, capsys: py
         app(["eval", "probes", str(run.directory), "--suite", str(path), *words], standalone_mode=False)
     printed, text = capsys.readouterr().out.split("\n", 1)
     report = json.loads(printed)
-    assert [model["step"] for model in report["models"]] == [6]
-    assert len(report["models"][0]["results"]) == 6
+    assert report["step"] == 6
+    assert len(report["results"]) == 6
     assert "suite own: 6 probes" in text
     assert "perplexity" in text
     checkpoint = run.checkpoints.path(4)

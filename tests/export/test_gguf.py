@@ -16,7 +16,7 @@ from tests.model.helpers import EXPERTS, SMALL, make
 from zero2all.errors import UsageError
 from zero2all.export import export_run
 from zero2all.export.gguf_file import GGUFDtype, gguf_incompatibility, write_gguf
-from zero2all.export.parity import LlamaCpp
+from zero2all.export.run_export import LlamaCpp
 from zero2all.model import Z2all
 from zero2all.model.weights import ModelWeights
 from zero2all.recipe import ModelConfig

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.generation.text_stream import TextStream
+from zero2all.generation.sampling import TextStream
 
 BYTES = [bytes([value]) for value in range(256)]  # a token for each byte
 

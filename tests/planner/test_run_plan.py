@@ -20,9 +20,8 @@ from zero2all.gpu_specs import GPUS
 from zero2all.hardware import hardware_key
 from zero2all.io import write_record
 from zero2all.planner.calibrated import machine_entry, user_entry_path
-from zero2all.track.planned import run_checks
 from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.run_view import RunView, run_checks
 from zero2all.train import TrainerHooks, train
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from zero2all.conversation import Conversation
-from zero2all.evals.chat_quality import HELD_OUT_FROM, ChatAnswer, held_out_conversations
+from zero2all.generation.story_quality import HELD_OUT_FROM, ChatAnswer, held_out_conversations
 from zero2all.storyworld import LANGUAGES, check_story, story_language
 from zero2all.storyworld.conversations import (
     KIND_SHARES,

@@ -6,7 +6,6 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +13,8 @@ from tests.checkpoint.helpers import crashed
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint.checkpoint_interval import FAILURE_RATES, FailureModel
 from zero2all.planner.run_cost import Pauses, failure_costs
-from zero2all.track import goodput
-from zero2all.track.goodput import GoodputReader, compute_goodput, compute_run_goodput, count_restarts
-from zero2all.track.record_lines import parse_record_line
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
+from zero2all.track.goodput import compute_goodput, compute_run_goodput, count_restarts
+from zero2all.track.record_lines import EventLine, parse_record_line
 from zero2all.train import Run, train
 
 
@@ -49,7 +45,9 @@ def test_every_second_of_a_record_has_one_category() -> None:
         {"step": 7, "time": 10000.0, "loss": 1.0},
         {"event": "done", "time": 10001.0, "step": 8},
     ]
-    report = compute_goodput([parse_record_line(json.dumps(line).encode()) for line in lines], hangs=[200.0])
+    parsed = [parse_record_line(json.dumps(line).encode()) for line in lines]
+    assert count_restarts(line for line in parsed if isinstance(line, EventLine)) == 2
+    report = compute_goodput(parsed, hangs=[200.0])
     assert report.lost == pytest.approx(
         {
             "start-up": 10 + 5 + 3 + 2, "checkpoint stall": 0.5 + 0.1 + 0.5 + 1, "evaluation": 3.0,
@@ -60,42 +58,6 @@ def test_every_second_of_a_record_has_one_category() -> None:
     assert report.seconds == pytest.approx((251.5 - 100) + (10001 - 9997))
     assert report.goodput == pytest.approx(7 / report.seconds, abs=1e-4)
     assert (report.restarts, report.steps_done_again) == (2, 3)
-
-
-def test_goodput_follows_a_record_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput, "MAX_BYTES_PER_REFRESH", 1000)
-    record = tmp_path / "record.jsonl"
-
-    def append(*lines: dict[str, Any]) -> None:
-        with open(record, "a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line) + "\n" for line in lines)
-
-    append(
-        {"event": "start", "time": 1000.0, "step": 0, "startup": 10.0},
-        *({"step": step, "time": 1001.0 + step, "loss": 1.0} for step in range(100)),
-    )
-    reader = GoodputReader(LocalRunLocation(tmp_path))
-    assert 0 < reader.refresh() <= 1000
-    assert not reader.report, "not before the whole record is read"
-    while reader.refresh():
-        pass
-    assert reader.report == compute_run_goodput(tmp_path)
-    append({"event": "resume", "time": 1200.0, "step": 50, "startup": 6.0}, {"step": 50, "time": 1201.0, "loss": 1.0})
-    (tmp_path / "failures").mkdir()
-    for name, text in (("1", '{"kind": "hang", "time": 1150}'), ("2", "[" * 100_000), ("3", "[1]"), ("4", "")):
-        (tmp_path / "failures" / f"{name}.json").write_text(text)
-    while reader.refresh():
-        pass
-    assert reader.report == compute_run_goodput(tmp_path)
-    assert reader.report.lost["hang"] == 94.0
-    assert reader.report.lost["recomputed steps"] == 50.0
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
-    assert reader.report.restarts == count_restarts(run.events) == 1
-    record.unlink()
-    append({"event": "start", "time": 1000.0, "step": 0, "startup": 1.0})
-    reader.refresh()
-    assert reader.report.seconds == 1.0, "the record was replaced"
 
 
 def test_a_run_logs_its_goodput_over_restarts(workspace: Path, tmp_path: Path) -> None:

@@ -13,12 +13,20 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from benchmarks.reference_curve import reference_curve
 
 from zero2all.findings import Level
 from zero2all.io import read_record
 from zero2all.recipe import builtin_recipe_path
-from zero2all.track.health_checks import RULES, ReferenceCurve, check_health, reference_curve
-from zero2all.track.health_messages import CHINESE, ENGLISH, REMEDIES, health_finding
+from zero2all.track.health_checks import (
+    CHINESE,
+    ENGLISH,
+    REMEDIES,
+    RULES,
+    ReferenceCurve,
+    check_health,
+    health_finding,
+)
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from zero2all.track import RunRecord, read_steps
-from zero2all.track.async_writer import POLL_SECONDS, AsyncWriter
 from zero2all.track.record_index import CHUNK_LINES, index_path
 from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 from zero2all.track.run_record import MAX_WRITES_PER_SECOND, AppendFile, RunRecordWriter, read_record_lines
+from zero2all.track.sinks import POLL_SECONDS, AsyncWriter
 
 
 def losses(path: Path) -> dict[int, float]:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from zero2all.track.trend import MAX_EXACT, holm, mann_kendall
+from zero2all.track.eval_record import MAX_EXACT, holm, mann_kendall
 
 
 def kendall_score(values: tuple[float, ...]) -> int:

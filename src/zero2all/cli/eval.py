@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperGroup
@@ -139,25 +139,19 @@ def _parse_test_sets(words: list[str]) -> dict[str, str]:
 def eval_probes(
     target: Target,
     suite: Suites = None,
-    steps: Annotated[
-        Literal["newest", "all"], typer.Option("--steps", help="Evaluate the newest checkpoint of a run, or all.")
-    ] = "newest",
     json: Json = False,
 ) -> Result:
     """Measure probabilities of continuations and sentences.
 
-    The values of a run's checkpoints are added to its evals.jsonl, and 'z2a watch' shows them as curves. With several
-    checkpoints, a test tells which probes trend as expected.
+    The values of a run's newest checkpoint are added to its evals.jsonl, and 'z2a watch' shows them as curves. Once
+    several checkpoints are evaluated, as by 'z2a eval watch', a test tells which probes trend as expected.
 
-    Example: z2a eval probes runs/first --steps all
+    Example: z2a eval probes runs/first
     """
     from zero2all.evals.probe_suite import load_suite
-    from zero2all.evals.probes import default_suites, evaluate_checkpoints, find_checkpoints, format_probes
+    from zero2all.evals.probes import evaluate_probes, format_probes
 
-    suites = [load_suite(name) for name in suite or []]  # mistakes in them come before the weights are read
-    locations = find_checkpoints(target, steps)
-    suites = suites or [load_suite(name) for name in default_suites(locations[0].run)]
-    report = evaluate_checkpoints(target, locations, suites)
+    report = evaluate_probes(target, [load_suite(name) for name in suite or []])
     return Result(report, format_probes(report))
 
 
@@ -253,7 +247,7 @@ def eval_watch(
     """
     from zero2all.evals.probe_suite import load_suite
     from zero2all.evals.probes import default_suites
-    from zero2all.evals.watch import WatchOptions, watch_run
+    from zero2all.evals.report import WatchOptions, watch_run
     from zero2all.train import Run
 
     suites = [load_suite(name) for name in suite or default_suites(Run.open(run))]
@@ -266,23 +260,17 @@ def eval_watch(
 @command
 def eval_report(
     runs: Annotated[list[str], typer.Argument(help="Run directories.", metavar="RUN...")],
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write the report with plots to this HTML file. Default: none.")
-    ] = None,
     json: Json = False,
 ) -> Result:
-    """Compare the evaluated checkpoints of runs.
+    """Compare the evaluated checkpoints of runs, as Markdown.
 
-    Prints Markdown: the values that 'z2a eval watch' and 'z2a eval probes' have recorded.
+    The values are those that 'z2a eval watch' and 'z2a eval probes' have recorded. 'z2a watch' plots them.
 
-    Example: z2a eval report runs/first runs/deeper --html evals.html
+    Example: z2a eval report runs/first runs/deeper > evals.md
     """
-    from zero2all.evals.report import read_evals, report_html, report_markdown
-    from zero2all.io import write_text
+    from zero2all.evals.report import read_evals, report_markdown
 
     found = read_evals(runs)
-    if html is not None:
-        write_text(html, report_html(found))
     return Result({"runs": found}, report_markdown(found))
 
 

@@ -33,9 +33,9 @@ class Z2allLM(LM):  # type: ignore[misc]
     renders them to text, and in text nothing is a special token here.
     """
 
-    def __init__(self, target: EvalTarget, batch_tokens: int | None = None) -> None:
+    def __init__(self, target: EvalTarget) -> None:
         super().__init__()
-        self.target, self.batch_tokens = target, batch_tokens
+        self.target = target
         self.max_length = target.model.config.max_position_embeddings
 
     @property
@@ -80,7 +80,7 @@ class Z2allLM(LM):  # type: ignore[misc]
         return texts
 
     def _score(self, requests: list[Request]) -> list[tuple[float, bool]]:
-        return [(-one.nats, one.greedy) for one in score(self.target.model, requests, self.batch_tokens)]
+        return [(-one.nats, one.greedy) for one in score(self.target.model, requests)]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
 from zero2all.tokens.test_set import build_test_sets, find_test_sets, open_test_set, open_test_sets, write_test_set
-from zero2all.track.loss_evaluation import LossEvaluation, LossMetrics
+from zero2all.track.eval_record import LossEvaluation, LossMetrics
 from zero2all.track.run_view import read_run_view
 from zero2all.train.run import TEST_SETS
 

@@ -11,18 +11,15 @@ from typing import Literal, TypeVar
 
 from zero2all.charts.table import text_table
 from zero2all.charts.terminal import sparkline
-from zero2all.checkpoint.training_state import read_lineage
-from zero2all.console import progress, warn
-from zero2all.errors import UsageError
+from zero2all.console import warn
 from zero2all.evals.log_likelihood import score
-from zero2all.evals.probe_suite import ProbeSuite, SentenceProbe
-from zero2all.evals.target import TargetLocation, find_target
+from zero2all.evals.probe_suite import ProbeSuite, SentenceProbe, load_suite
+from zero2all.evals.target import find_target
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
-from zero2all.track.eval_record import EvalCurve, EvalLine, append_evals, eval_curves
+from zero2all.track.eval_record import SIGNIFICANT, EvalCurve, EvalLine, append_evals, eval_curves
 from zero2all.track.run_view import read_run_view
-from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
 
 ARROWS = {"rise": "↑", "fall": "↓", "higher": "↑", "lower": "↓"}
@@ -49,21 +46,13 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
-class ModelProbes:
+class ProbeReport:
     """The probes of one model."""
 
+    target: str
     step: int | None
     """Of a checkpoint; None for a Hugging Face directory."""
     results: list[ProbeResult]
-
-
-@dataclass(frozen=True)
-class ProbeReport:
-    """Probes of one or several checkpoints."""
-
-    target: str
-    models: list[ModelProbes]
-    """What was evaluated."""
     curves: list[EvalCurve]
     """Over all checkpoints of the run that were ever evaluated with these suites."""
     recorded: bool
@@ -107,54 +96,25 @@ def default_suites(run: Run | None) -> list[str]:
     return ["stories"] if run is not None and run.recipe.evals.stories else ["english", "chinese"]
 
 
-def find_checkpoints(target: str, steps: Literal["newest", "all"]) -> list[TargetLocation]:
-    """The newest checkpoint of a run or all of them; damaged ones and those of an abandoned history are left out."""
+def evaluate_probes(target: str, suites: Sequence[ProbeSuite] = ()) -> ProbeReport:
+    """Evaluate a model, by default on ``default_suites``, and add the values of a run's checkpoint to its
+    ``evals.jsonl``."""
     location = find_target(target)
-    if steps == "newest":
-        return [location]
-    run = location.run
-    if run is None:
-        raise UsageError(f"--steps all is for the checkpoints of a run; {target} is a Hugging Face directory")
-    found = []
-    for step in run.checkpoints.current_steps(read_lineage(run.directory)):
-        if (problem := run.checkpoints.problem(step)) is None:
-            found.append(find_target(str(run.directory), step))
-        else:
-            warn(f"checkpoint {run.checkpoints.path(step)} is left out: {problem}")
-    return found
-
-
-def evaluate_checkpoints(target: str, locations: Sequence[TargetLocation], suites: Sequence[ProbeSuite]) -> ProbeReport:
-    """Evaluate models and add the values of a run's checkpoints to its ``evals.jsonl``, each as soon as it is known."""
-    models: list[ModelProbes] = []
-    lines: list[EvalLine] = []
-    is_writable = True
-    with progress("evaluating probes", len(locations)) as advance:
-        for location in locations:
-            model = location.load_model()
-            found = [one for suite in suites for one in evaluate_suite(model, location.tokenizer, suite)]
-            models.append(ModelProbes(location.step, found))
-            if location.run is not None and location.step is not None:
-                own = probe_lines(location.step, found)
-                lines += own
-                is_writable = is_writable and _append(location, own)
-            advance(1)
-    recorded = is_writable and bool(lines)
-    curves = eval_curves(lines)
-    if recorded:
-        view = read_run_view(locations[0].directory)
-        names = {(KIND, suite.name, probe.name) for suite in suites for probe in suite.probes}
-        curves = [curve for curve in view.eval_curves() if (curve.kind, curve.suite, curve.name) in names]
-    return ProbeReport(target, models, curves, recorded)
-
-
-def _append(location: TargetLocation, lines: Sequence[EvalLine]) -> bool:
+    suites = suites or [load_suite(name) for name in default_suites(location.run)]
+    model = location.load_model()
+    results = [one for suite in suites for one in evaluate_suite(model, location.tokenizer, suite)]
+    if location.run is None or location.step is None:
+        return ProbeReport(target, location.step, results, [], recorded=False)
+    lines = probe_lines(location.step, results)
     try:
         append_evals(location.directory, lines)
     except PermissionError as error:
         warn(f"the values are not recorded, so 'z2a watch' will not show them: {error}")
-        return False
-    return True
+        return ProbeReport(target, location.step, results, eval_curves(lines), recorded=False)
+    names = {(KIND, suite.name, probe.name) for suite in suites for probe in suite.probes}
+    curves = read_run_view(location.directory).eval_curves()
+    curves = [curve for curve in curves if (curve.kind, curve.suite, curve.name) in names]
+    return ProbeReport(target, location.step, results, curves, recorded=True)
 
 
 def probe_lines(step: int, results: Sequence[ProbeResult]) -> list[EvalLine]:
@@ -184,8 +144,7 @@ def format_probes(report: ProbeReport) -> str:
     """A table of values, or with several checkpoints of curves and their trends."""
     if any(len(curve.values) > 1 for curve in report.curves):
         return "\n\n".join(_format_curves(suite, curves) for suite, curves in _by_suite(report.curves).items())
-    results = report.models[-1].results
-    return "\n\n".join(_format_values(suite, own) for suite, own in _by_suite(results).items())
+    return "\n\n".join(_format_values(suite, own) for suite, own in _by_suite(report.results).items())
 
 
 def _by_suite(rows: Sequence[Row]) -> dict[str, list[Row]]:

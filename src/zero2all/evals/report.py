@@ -1,27 +1,33 @@
-"""What the evaluations of runs say: in words, and side by side as Markdown and HTML (``z2a eval report``)."""
+"""The evaluations of runs.
+
+``z2a eval watch`` evaluates each new checkpoint of a run beside training, which never waits for it. ``z2a eval report``
+prints what they say, in words and side by side as Markdown.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Literal
 
-from zero2all.charts.page import html_page
-from zero2all.charts.plot import Curve, Plot
-from zero2all.charts.svg import line_svg
 from zero2all.charts.table import markdown_table
-from zero2all.errors import UsageError
-from zero2all.evals.bench import BenchResult
-from zero2all.evals.loss_report import CONFIDENCE, LossReport, loss_rows
+from zero2all.checkpoint.training_state import read_lineage
+from zero2all.console import say, warn
+from zero2all.errors import UsageError, Z2aError
+from zero2all.evals.bench import BenchOptions, BenchResult, run_bench
+from zero2all.evals.bench.tasks import find_tasks
+from zero2all.evals.loss_report import CONFIDENCE, LossOptions, LossReport, loss_rows, report_loss
+from zero2all.evals.probe_suite import ProbeSuite
+from zero2all.evals.probes import evaluate_suite, probe_lines
+from zero2all.evals.target import EvalTarget, TargetLocation, find_target
 from zero2all.findings import Finding
-from zero2all.io import fingerprint
-from zero2all.track.eval_record import RESERVED, EvalCurve, EvalLine
+from zero2all.io import MANIFEST, fingerprint
+from zero2all.track.eval_record import RESERVED, SIGNIFICANT, EvalCurve, EvalLine, append_evals
 from zero2all.track.run_view import read_run_view
-from zero2all.track.trend import SIGNIFICANT
 from zero2all.train import Run
 
 KINDS = {"loss": "Loss", "bench": "Benchmarks", "probes": "Probes"}
@@ -105,20 +111,6 @@ def report_markdown(runs: Sequence[RunEvals]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def report_html(runs: Sequence[RunEvals]) -> str:
-    """The same with a plot of each metric over the checkpoints; one file, no script, nothing loaded from elsewhere."""
-    parts = ["<h1>Evaluation</h1>"]
-    for run in runs:
-        items = "".join(f"<li>{escape(f'{verdict.what}: {verdict.text}')}</li>" for verdict in run.verdicts)
-        parts.append(f"<h2>{escape(run.name)}</h2><ul>{items}</ul>")
-    for kind, title in KINDS.items():
-        keys = [key for key in _keys(runs) if key[0] == kind]
-        if keys:
-            parts.append(f"<h2>{title}</h2>{_html_table(runs, keys)}")
-            parts += [line_svg(plot, inline=True) for key in keys if (plot := _plot(runs, key)) is not None]
-    return html_page("Evaluation", "".join(parts))
-
-
 def _keys(runs: Sequence[RunEvals]) -> list[Key]:
     return list(dict.fromkeys((curve.kind, curve.suite, curve.name) for run in runs for curve in run.curves))
 
@@ -146,24 +138,6 @@ def _value(curve: EvalCurve | None) -> str:
 def _cell(text: str) -> str:
     """Names of runs and test sets are data, not markup."""
     return "".join(f"\\{character}" if character in "\\|<>`[]" else character for character in text)
-
-
-def _html_table(runs: Sequence[RunEvals], keys: Sequence[Key]) -> str:
-    head, *rows = _rows(runs, keys)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return "<table><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + f"</tr>{body}</table>"
-
-
-def _plot(runs: Sequence[RunEvals], key: Key) -> Plot | None:
-    """The metric over the steps of all runs that have it at several checkpoints."""
-    found = [(run.name, curve) for run in runs if (curve := _find(run, key)) is not None and len(curve.steps) > 1]
-    curves = [
-        Curve(
-            name, [(float(step), value) for step, value in zip(curve.steps, curve.values, strict=True)], colour=number
-        )
-        for number, (name, curve) in enumerate(found)
-    ]
-    return Plot(f"{key[1]}: {key[2]}", "step", found[0][1].metric, curves) if found else None
 
 
 def verdicts(curves: Sequence[EvalCurve], vocab_size: int) -> list[Finding]:
@@ -216,3 +190,115 @@ def _probe_verdicts(curves: Sequence[EvalCurve]) -> Iterator[Finding]:
         if any(curve.p is not None for curve in own):
             why = f"{trending} of {len(own)} trend as expected"
             yield Finding("good" if trending == len(own) else "note", f"probes {suite}", why)
+
+
+NICE = 10  # a run on the same cores goes first
+Wait = Callable[[float], None]
+Part = tuple[str, str]
+"""Kind and suite of an evaluation."""
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What each checkpoint is evaluated on. The validation set and the test sets of the run always are."""
+
+    suites: tuple[ProbeSuite, ...] = ()
+    data: Path | None = None
+    """Directory with the files of benchmarks; None for no benchmarks."""
+    tasks: tuple[str, ...] = ()
+    """Names of benchmarks; empty for all in ``data``."""
+    limit: int | None = 200
+    """Items of a benchmark, the same ones for every checkpoint."""
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """What a watcher did until the run or it ended."""
+
+    run: str
+    evaluated: list[int]
+    """Steps of the checkpoints."""
+    failed: dict[int, str]
+    """Checkpoints that could not be evaluated, and why."""
+    verdicts: list[Finding]
+
+
+def watch_run(
+    target: str, options: WatchOptions, poll_seconds: float = 30.0, once: bool = False, wait: Wait = time.sleep
+) -> WatchReport:
+    """Evaluate every checkpoint that is not yet in the run's ``evals.jsonl``, until the run has ended.
+
+    With ``once``, evaluate those that are there. A watcher that is stopped is continued by the same call.
+    """
+    run = Run.open(target)
+    if options.data is not None and not (options.tasks or find_tasks(options.data)):
+        raise UsageError(f"{options.data} has no files of a known benchmark")
+    os.nice(NICE)
+    evaluated: list[int] = []
+    failed: dict[int, str] = {}
+    while True:
+        has_ended = _has_ended(run)  # before the look at checkpoints: the last one is written before the end
+        for step, missing in _pending(run, options, failed).items():
+            try:
+                _evaluate(find_target(str(run.directory), step), options, missing)
+            except (Z2aError, OSError) as error:  # retention may remove a checkpoint while it is read
+                failed[step] = str(error)
+                warn(f"checkpoint {step} is left out: {error}")
+                continue
+            evaluated.append(step)
+            _say_verdicts(run)
+        if once or has_ended:
+            return WatchReport(target, evaluated, failed, _verdicts(run))
+        wait(poll_seconds)
+
+
+def _has_ended(run: Run) -> bool:
+    return read_run_view(run.directory).ended is not None
+
+
+def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> dict[int, set[Part]]:
+    """What is missing of each checkpoint."""
+    view = read_run_view(run.directory)
+    known = {(curve.kind, curve.suite, step) for curve in view.eval_curves() for step in curve.steps}
+    wanted = list(_wanted(run, options))
+    steps = sorted(run.checkpoints.current_steps(read_lineage(run.directory)))
+    missing = {step: {part for part in wanted if (*part, step) not in known} for step in steps if step not in failed}
+    return {step: parts for step, parts in missing.items() if parts}
+
+
+def _wanted(run: Run, options: WatchOptions) -> Iterator[Part]:
+    if _has_texts(run):
+        yield "loss", BITS_PER_BYTE
+    yield from (("probes", suite.name) for suite in options.suites)
+    if options.data is not None:
+        yield from (("bench", task) for task in options.tasks or find_tasks(options.data))
+
+
+def _has_texts(run: Run) -> bool:
+    return (run.recipe.tokens_dir / MANIFEST).exists()
+
+
+def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part]) -> None:
+    """Evaluate one checkpoint. Values are appended as soon as each kind is known."""
+    assert location.step is not None
+    say(f"checkpoint {location.step}")
+    model, step, directory = location.load_model(), location.step, location.directory
+    if ("loss", BITS_PER_BYTE) in missing:
+        append_evals(directory, loss_lines(step, report_loss(location, model, LossOptions())))
+    for suite in options.suites:
+        if ("probes", suite.name) in missing:
+            append_evals(directory, probe_lines(step, evaluate_suite(model, location.tokenizer, suite)))
+    tasks = sorted(suite for kind, suite in missing if kind == "bench")
+    if options.data is not None and tasks:
+        target = EvalTarget(model, location.tokenizer, location.name, step, directory)
+        report = run_bench([target], options.data, tasks, BenchOptions(limit=options.limit))
+        append_evals(directory, bench_lines(step, report.results))
+
+
+def _verdicts(run: Run) -> list[Finding]:
+    return verdicts(read_run_view(run.directory).eval_curves(), run.tokenizer().vocab_size)
+
+
+def _say_verdicts(run: Run) -> None:
+    for verdict in _verdicts(run):
+        say(str(verdict))

@@ -24,7 +24,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
-from zero2all.track.loss_evaluation import LossEvaluation, LossMetrics
+from zero2all.track.eval_record import LossEvaluation, LossMetrics
 
 BATCH_TOKENS = 16384  # of one forward pass
 MAX_BATCH_ROWS = 16  # of one forward pass: small batches divide evenly over ranks
@@ -37,9 +37,8 @@ def evaluate_bpb(
     tokenizer: Tokenizer,
     recipe: Recipe,
     test_sets: Mapping[str, TokenShard] | None = None,
-    scoring: Scoring | None = None,
 ) -> LossEvaluation:
-    """The loss on the recipe's validation set and on test sets, in packed sequences of ``train.seq_len`` by default.
+    """The loss on the recipe's validation set and on test sets, in packed sequences of ``train.seq_len``.
 
     >>> evaluation = evaluate_bpb(run.load_model(), run.tokenizer(), run.recipe)
     >>> evaluation.bits_per_byte, evaluation.sources["zh"].perplexity
@@ -51,9 +50,8 @@ def evaluate_bpb(
 
     Every rank of a parallel model calls this with the same arguments and gets the same result.
     """
-    scoring = scoring or packed_scoring(recipe)
     texts = [*validation_texts(recipe), *texts_of_test_sets(test_sets or {})]
-    return evaluate_texts(model, tokenizer, texts, scoring, unigram_nats(recipe, tokenizer, model))
+    return evaluate_texts(model, tokenizer, texts, packed_scoring(recipe), unigram_nats(recipe, tokenizer, model))
 
 
 def packed_scoring(recipe: Recipe) -> Packed:

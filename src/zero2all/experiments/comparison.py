@@ -24,6 +24,7 @@ from zero2all.experiments.summary import summarize
 from zero2all.experiments.target import require_validation
 from zero2all.experiments.variants import recipe_values, result_key
 from zero2all.records import parse_record
+from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
     EXPERIMENT_FILE,
@@ -34,7 +35,6 @@ from zero2all.track.experiment_record import (
     VariantState,
     read_experiment,
 )
-from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.track.run_locations import LocalRunLocation, find_runs
 from zero2all.track.run_view import RunView, read_run_view
 from zero2all.train import Run

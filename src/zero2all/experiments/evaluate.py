@@ -14,9 +14,9 @@ from zero2all.evals import evaluate_bpb
 from zero2all.io import MANIFEST, fingerprint, read_manifest, read_record
 from zero2all.records import parse_record
 from zero2all.tokens.manifest import StoreManifest
+from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.experiment_record import BITS_PER_BYTE, VariantResult
 from zero2all.track.goodput import compute_run_goodput
-from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.track.run_view import read_run_view
 from zero2all.train import Run
 

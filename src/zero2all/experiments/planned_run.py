@@ -15,10 +15,9 @@ from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import Plan, plan_run
 from zero2all.planner.workload import largest_stage
 from zero2all.recipe import ModelConfig, Recipe, load_recipe
-from zero2all.track.planned import PlanCheck, compare_with_run
 from zero2all.track.run_locations import PLAN_FILE
 from zero2all.track.run_metadata import PlannedRun, PlannedValue
-from zero2all.track.run_view import RunView, read_run_view
+from zero2all.track.run_view import PlanCheck, RunView, compare_with_run, read_run_view
 from zero2all.train.hyperparameters import with_hyperparameters
 from zero2all.train.micro_batch import estimate_micro_batch
 from zero2all.train.run import Run

@@ -28,13 +28,6 @@ from zero2all.tokenizer.vocabulary import IM_END, PAD, PATTERNS
 GGUFDtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 GGUF_DTYPES: tuple[GGUFDtype, ...] = get_args(GGUFDtype)
 ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "glm4_moe": "GLM4_MOE"}
-FILE_TYPES = {
-    "f32": "ALL_F32",
-    "f16": "MOSTLY_F16",
-    "bf16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-}
 BLOCK = 32  # values that share a scale in q8_0 and q4_0
 
 PRE_TOKENIZERS = {"zh-en-code": "smaug-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
@@ -178,7 +171,7 @@ def write_gguf(
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[hf_model_type(config)]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
     if dtype.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, gguf, config)

@@ -10,20 +10,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zero2all.errors import Z2aError
 from zero2all.generation.rank_model import Chosen, LocalModel, RankModel
-from zero2all.generation.sampling import SamplingParams, choose_tokens
-from zero2all.generation.text_stream import TextStream
+from zero2all.generation.sampling import SamplingParams, TextStream, choose_tokens
 from zero2all.model import KVCache
 from zero2all.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # of one forward pass, with padding; bounds its memory
-ECHO_TOKENS = 256  # of one forward pass whose logits are all kept
 NAN_LOGITS = "the model's logits are NaN: its weights are damaged, try an earlier checkpoint"
 REFILL_SHARE = 1 / 8  # free rows before waiting prompts are read: few passes of many prompts, not one for each
 
@@ -65,18 +63,6 @@ class TextPiece:
     """With the last piece: the full text."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens since the last piece, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """With the first piece: of the prompt from its second token on, where they were asked for."""
-
-
-class Constraint(Protocol):
-    """What may be generated next, such as by a grammar."""
-
-    def allowed(self) -> Tensor:
-        """Which tokens, bool [V]."""
-
-    def accept(self, token: int) -> None:
-        """Called with each token that was generated."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +78,8 @@ class Request:
     """Equal prompts have random numbers of their own if this differs, such as by how many earlier ones are the same."""
     top_logprobs: int | None = None
     """How many tokens to report log-probabilities of at each position; None for no report."""
-    echo: bool = False
-    """Whether those of the prompt are reported too."""
     special_tokens: tuple[int, ...] = ()
     """Special tokens that may be generated, besides those that end the text. They are text then."""
-    constraint: Constraint | None = None
 
     def uniforms(self, seed: int) -> Tensor:
         """Random numbers in [0, 1), one a token. They depend on the prompt alone, not on other requests."""
@@ -106,7 +89,7 @@ class Request:
 
     @property
     def needs_every_token(self) -> bool:
-        return bool(self.params.stop) or self.top_logprobs is not None or self.constraint is not None
+        return bool(self.params.stop) or self.top_logprobs is not None
 
 
 @dataclass
@@ -117,7 +100,6 @@ class _Row:
     """Those that a token depends on: without seed, limit and stop strings, so that most rows have the same."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class _RowTensors:
@@ -188,7 +170,7 @@ class Decoder:
         """``length`` bounds prompt and text of a request together, ``width`` its text.
 
         Without ``every_token`` text is decoded once at the end. Waiting prompts are read when ``refill_share`` of the
-        rows are free. ``on_failure`` is called with the index of a request that fails alone, such as by its constraint;
+        rows are free. ``on_failure`` is called with the index of a request that fails alone, such as by NaN logits;
         without it, that raises.
         """
         device = model.device
@@ -260,25 +242,20 @@ class Decoder:
             self._rows.append(_Row(request, TextStream(self._token_bytes, request.params.stop), same))
         self._cache.select(first, len(self._rows))
         self._cache.clear()
-        logits_BV: Tensor | None
-        if requests[0].echo:
-            logits_BV = self._read_with_logprobs(self._rows[first])
-        else:
-            width = max(len(request.prompt_tokens) for request in requests)
-            tokens_BS = torch.zeros(len(requests), width, dtype=torch.int64)
-            for number, request in enumerate(requests):
-                tokens_BS[number, : len(request.prompt_tokens)] = torch.tensor(request.prompt_tokens)
-            counts_B = torch.tensor([len(request.prompt_tokens) for request in requests])
-            logits_BV = self._model_logits(tokens_BS.to(self._end_ids.device), counts_B.to(self._end_ids.device))
-        pieces = self._generate(first, logits_BV)
+        width = max(len(request.prompt_tokens) for request in requests)
+        tokens_BS = torch.zeros(len(requests), width, dtype=torch.int64)
+        for number, request in enumerate(requests):
+            tokens_BS[number, : len(request.prompt_tokens)] = torch.tensor(request.prompt_tokens)
+        counts_B = torch.tensor([len(request.prompt_tokens) for request in requests])
+        pieces = self._generate(first, self._model_logits(tokens_BS.to(self._device), counts_B.to(self._device)))
         self._cache.select(0, len(self._rows))
         return pieces
 
     def _next_requests(self) -> list[Request]:
-        """Those of one forward pass: one alone if the log-probabilities of its prompt are wanted."""
+        """Those of one forward pass."""
         requests = [self._waiting.popleft()]
         width = len(requests[0].prompt_tokens)
-        while self._waiting and not requests[0].echo and not self._waiting[0].echo:
+        while self._waiting:
             width = max(width, len(self._waiting[0].prompt_tokens))
             if len(requests) + len(self._rows) >= self._max_rows or width * (len(requests) + 1) > PREFILL_TOKENS:
                 break
@@ -291,25 +268,10 @@ class Decoder:
         self._cache.advance(tokens_BS.shape[1], counts_B)
         return None if logits_B1V is None else logits_B1V[:, 0, : self._vocab_size].float()
 
-    def _read_with_logprobs(self, row: _Row) -> Tensor:
-        """Prefill a prompt part by part, with the log-probabilities of its tokens."""
-        prompt, logits_SV = row.request.prompt_tokens, torch.empty(0)
-        for begin in range(0, len(prompt), ECHO_TOKENS):
-            part = torch.tensor([prompt[begin : begin + ECHO_TOKENS]], device=self._end_ids.device)
-            logits = self._model.generate_logits(part, self._cache, None)
-            if logits is None:
-                raise Z2aError("log-probabilities of a prompt need a model on one device")
-            self._cache.advance(part.shape[1])
-            logits_SV = logits[0, :, : self._vocab_size].float()
-            following = prompt[begin + 1 : begin + ECHO_TOKENS + 1]
-            row.prompt_logprobs += _token_logprobs(logits_SV[: len(following)], following, row.request.top_logprobs)
-        return logits_SV[-1:]
-
     def _generate(self, first: int, logits_BV: Tensor | None) -> list[TextPiece]:
         """The next token of all rows from ``first`` on, given their logits."""
         rows = slice(first, len(self._rows))
-        broken: dict[int, Exception] = {}
-        chosen = None if logits_BV is None else self._choose(first, logits_BV, broken)
+        chosen = None if logits_BV is None else self._choose(first, logits_BV)
         chosen = self._model.broadcast(chosen, len(self._rows) - first)
         self._tensors.append(rows, chosen)
         new_B = chosen.tokens_B
@@ -324,19 +286,19 @@ class Decoder:
         if not numbers:
             return []
         new, ended, full = new_B.tolist(), ended_B.tolist(), full_B.tolist()
-        broken |= {number: Z2aError(NAN_LOGITS) for number in chosen.logprobs_B.isnan().nonzero()[:, 0].tolist()}
+        has_nan = chosen.logprobs_B.isnan().tolist()
         pieces = []
         active = len(self._rows)
         for number in reversed(list(numbers)):  # from the last on, so that the row that moves has been looked at
             try:
-                if number in broken:
-                    raise broken[number]
+                if has_nan[number]:
+                    raise Z2aError(NAN_LOGITS)
                 self._note_token(self._rows[first + number], new[number], logits_BV, number)
                 piece = self._add_token(first + number, new[number], ended[number], full[number])
             except Exception as error:  # of this row alone
                 self._fail_row(first + number, error)
                 continue
-            if piece.text or piece.completion or piece.logprobs or piece.prompt_logprobs:
+            if piece.text or piece.completion or piece.logprobs:
                 pieces.append(piece)
         if len(self._rows) < active:
             self._cache.select(0, len(self._rows))
@@ -350,9 +312,9 @@ class Decoder:
         self._remove_row(number)
         self._on_failure(index, error)
 
-    def _choose(self, first: int, logits_BV: Tensor, broken: dict[int, Exception]) -> Chosen:
-        """Rows with the same parameters together. ``broken`` gets the rows whose constraint fails."""
-        allowed_BV = self._mask_forbidden(first, logits_BV, broken)
+    def _choose(self, first: int, logits_BV: Tensor) -> Chosen:
+        """Rows with the same parameters together."""
+        allowed_BV = self._mask_forbidden(first, logits_BV)
         groups: dict[SamplingParams, list[int]] = {}
         for number, row in enumerate(self._rows[first:]):
             groups.setdefault(row.choice_params, []).append(number)
@@ -366,25 +328,16 @@ class Decoder:
                 tokens_B[places] = self._tensors.choose(first + places, allowed_BV[places], params)
         return Chosen(tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1))
 
-    def _mask_forbidden(self, first: int, logits_BV: Tensor, broken: dict[int, Exception]) -> Tensor:
-        """-inf for special tokens that do not end the text, and for what a constraint does not allow."""
+    def _mask_forbidden(self, first: int, logits_BV: Tensor) -> Tensor:
+        """-inf for special tokens that neither end the text nor were asked for."""
         allowed_BV = logits_BV.index_fill(1, self._forbidden_ids, -math.inf)
         for number, row in enumerate(self._rows[first:]):
             if row.request.special_tokens:
                 ids = list(row.request.special_tokens)
                 allowed_BV[number, ids] = logits_BV[number, ids]
-            if row.request.constraint is None:
-                continue
-            try:
-                mask_V = row.request.constraint.allowed().to(logits_BV.device)
-                allowed_BV[number] = torch.where(mask_V, logits_BV[number], -math.inf)
-            except Exception as error:  # a grammar is a program: it can fail in any way
-                broken[number] = error
         return allowed_BV
 
     def _note_token(self, row: _Row, token: int, logits_BV: Tensor | None, number: int) -> None:
-        if row.request.constraint is not None:
-            row.request.constraint.accept(token)
         if row.request.top_logprobs is not None and logits_BV is not None:
             row.logprobs += _token_logprobs(logits_BV[number : number + 1], [token], row.request.top_logprobs)
 
@@ -397,10 +350,9 @@ class Decoder:
             tokens = self._tensors.tokens_RT[number, : count - ended].tolist()
         text = row.text.push(tokens)
         logprobs, row.logprobs = row.logprobs, []
-        prompt_logprobs, row.prompt_logprobs = row.prompt_logprobs, []
         if not (ended or full or row.text.stopped):
             row.pieces.append(text)
-            return TextPiece(row.request.index, text, None, logprobs, prompt_logprobs)
+            return TextPiece(row.request.index, text, None, logprobs)
         row.pieces.append(text + row.text.finish())
         count = int(self._tensors.counts_R[number])
         own_logprobs = self._tensors.logprobs_RT[number, :count].tolist()
@@ -414,7 +366,7 @@ class Decoder:
             prompt_tokens=row.request.prompt_tokens,
         )
         self._remove_row(number)
-        return TextPiece(row.request.index, row.pieces[-1], completion, logprobs, prompt_logprobs)
+        return TextPiece(row.request.index, row.pieces[-1], completion, logprobs)
 
     def _remove_row(self, number: int) -> None:
         last = len(self._rows) - 1
@@ -426,8 +378,6 @@ class Decoder:
 
 
 def _token_logprobs(logits_SV: Tensor, tokens: Sequence[int], top: int | None) -> list[TokenLogprobs]:
-    if not len(tokens):
-        return []
     logprobs_SV = logits_SV.log_softmax(-1)
     own = logprobs_SV.gather(1, torch.tensor(tokens, device=logits_SV.device)[:, None])[:, 0].tolist()
     values, ids = logprobs_SV.topk(min(top or 0, logprobs_SV.shape[1]))

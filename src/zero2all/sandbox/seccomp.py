@@ -125,17 +125,7 @@ def _is_not(argument: int, *values: int) -> Check:
 
 
 _OWN = _is(0, 0)  # pid 0 is the caller
-_PIDFD_ONLY_INSIDE = Rule("a pidfd comes from pidfd_open", None, ())
-_INSPECT = "reads or changes the memory, files or speed of a different process"
-_SIGNAL = "signals a process"
-_USERS = "the sandbox has one user"
-_KEYS = "keys belong to a user, not to a process"
 _CLOCK = Check(0, ((0, 2**31 - 1), (2**32 - 8, _MAX)))  # -8 to -1: the caller; below: ~pid << 3
-_CLOCKS = "negative clocks are the CPU time of a process"
-_FILES = "Landlock has no rule for it"
-_HIDDEN_MEMORY = "memory that counts for no process"
-_MOUNT = "namespaces, in which further file systems can be mounted"
-_WATCH = "sees what happens to files outside"
 _F_SETOWN, _F_SETOWN_EX = 8, 15
 _FIOSETOWN, _SIOCSPGRP, _TIOCSPGRP = 0x8901, 0x8902, 0x5410
 _PR_SCHED_CORE = 62
@@ -143,102 +133,60 @@ _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 
-RULES: Mapping[str, Rule] = {
+_TABLE: tuple[tuple[Rule, str], ...] = (
     # Limits and priorities
-    "prlimit64": _only("sets limits, which can end a process", _OWN),
-    "getpriority": _namespace("reads a priority", _is(1, 0), always=(_is(0, _PRIO_PROCESS),)),
-    "setpriority": _namespace("slows a process", _is(1, 0), always=(_is(0, _PRIO_PROCESS),)),
-    "ioprio_get": _namespace("reads a priority", _is(1, 0), always=(_is(0, _IOPRIO_WHO_PROCESS),)),
-    "ioprio_set": _namespace("slows a process", _is(1, 0), always=(_is(0, _IOPRIO_WHO_PROCESS),)),
-    **{
-        name: _namespace("reads or changes the scheduling of a process", _OWN)
-        for name in (
-            "sched_getaffinity", "sched_getattr", "sched_getparam", "sched_getscheduler", "sched_rr_get_interval",
-            "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler",
-        )
-    },
-    "getrusage": _allow("of the caller and its children"),
+    (_only("sets limits, which can end a process", _OWN), "prlimit64"),
+    (_namespace("reads or changes a priority", _is(1, 0), always=(_is(0, _PRIO_PROCESS),)), "getpriority setpriority"),
+    (_namespace("reads or changes a priority", _is(1, 0), always=(_is(0, _IOPRIO_WHO_PROCESS),)),
+     "ioprio_get ioprio_set"),
+    (_namespace("reads or changes the scheduling of a process", _OWN),
+     "sched_getaffinity sched_getattr sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity "
+     "sched_setattr sched_setparam sched_setscheduler"),
+    (_allow("of the caller and its children"), "getrusage"),
     # Signals and process groups
-    "kill": _namespace(_SIGNAL, _OWN),
-    "tkill": _namespace(_SIGNAL, _OWN),
-    "tgkill": _namespace(_SIGNAL, _OWN),
-    "rt_sigqueueinfo": _namespace(_SIGNAL, _OWN),
-    "rt_tgsigqueueinfo": _namespace(_SIGNAL, _OWN),
-    "pidfd_open": _namespace("the handle takes signals", _OWN),
-    "pidfd_send_signal": _PIDFD_ONLY_INSIDE,
-    "getpgid": _namespace("shows that a process exists", _OWN),
-    "getsid": _namespace("shows that a process exists", _OWN),
-    "setpgid": _namespace("children only, but shows that a process exists", _OWN),
-    "wait4": _allow("children only"),
-    "waitid": _allow("children only"),
-    "fcntl": _only("F_SETOWN: the kernel signals a process", _is_not(1, _F_SETOWN, _F_SETOWN_EX)),
-    "ioctl": _only("the kernel signals a process or group", _is_not(1, _FIOSETOWN, _SIOCSPGRP, _TIOCSPGRP)),
+    (_namespace("signals a process", _OWN), "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"),
+    (_namespace("the handle takes signals", _OWN), "pidfd_open"),
+    (Rule("a pidfd comes from pidfd_open", None, ()), "pidfd_send_signal"),
+    (_namespace("shows that a process exists", _OWN), "getpgid getsid"),
+    (_namespace("children only, but shows that a process exists", _OWN), "setpgid"),
+    (_allow("children only"), "wait4 waitid"),
+    (_only("F_SETOWN: the kernel signals a process", _is_not(1, _F_SETOWN, _F_SETOWN_EX)), "fcntl"),
+    (_only("the kernel signals a process or group", _is_not(1, _FIOSETOWN, _SIOCSPGRP, _TIOCSPGRP)), "ioctl"),
     # Inspection of processes
-    **{
-        name: _deny(_INSPECT)
-        for name in (
-            "bpf", "kcmp", "perf_event_open", "pidfd_getfd", "process_madvise", "process_mrelease",
-            "process_vm_readv", "process_vm_writev", "ptrace",
-        )
-    },
-    "get_robust_list": _only("shows addresses of a process", _OWN),
-    "migrate_pages": _only("moves the memory of a process", _OWN),
-    "move_pages": _only("moves the memory of a process", _OWN),
-    "prctl": _only("PR_SCHED_CORE: changes where a process runs", _is_not(0, _PR_SCHED_CORE)),
-    "clock_getres": _namespace(_CLOCKS, _CLOCK),
-    "clock_gettime": _namespace(_CLOCKS, _CLOCK),
-    "clock_nanosleep": _namespace(_CLOCKS, _CLOCK),
-    "timer_create": _namespace(_CLOCKS + "; signals only threads of the caller", _CLOCK),
-    "clock_adjtime": _deny("the time of the system"),
-    "clock_settime": _deny("the time of the system"),
-    "name_to_handle_at": _deny("handles of files and processes"),
-    "open_by_handle_at": _deny("handles of files and processes"),
+    (_deny("reads or changes the memory, files or speed of a different process"),
+     "bpf kcmp perf_event_open pidfd_getfd process_madvise process_mrelease process_vm_readv process_vm_writev ptrace"),
+    (_only("shows addresses of a process", _OWN), "get_robust_list"),
+    (_only("moves the memory of a process", _OWN), "migrate_pages move_pages"),
+    (_only("PR_SCHED_CORE: changes where a process runs", _is_not(0, _PR_SCHED_CORE)), "prctl"),
+    (_namespace("negative clocks are the CPU time of a process", _CLOCK),
+     "clock_getres clock_gettime clock_nanosleep timer_create"),  # timers signal only threads of the caller
+    (_deny("the time of the system"), "clock_adjtime clock_settime"),
+    (_deny("handles of files and processes"), "name_to_handle_at open_by_handle_at"),
     # Users, groups, capabilities
-    **{
-        name: _deny(_USERS)
-        for name in (
-            "capget", "capset", "quotactl", "quotactl_fd", "setfsgid", "setfsuid", "setgid", "setgroups", "setregid",
-            "setresgid", "setresuid", "setreuid", "setuid",
-        )
-    },
-    **{name: _allow("of the caller") for name in ("getgroups", "getresgid", "getresuid")},
-    **{name: _deny(_KEYS) for name in ("add_key", "keyctl", "request_key")},
-    "sendmsg": _allow("SCM_CREDENTIALS: the kernel checks them"),
-    "sendmmsg": _allow("SCM_CREDENTIALS: the kernel checks them"),
-    # Namespaces
-    "clone": _only(_MOUNT, Check(0, forbidden_bits=_NEW_NAMESPACES)),
-    "clone3": _deny("the flags are in memory, which a filter cannot read; C libraries then use clone", errno.ENOSYS),
-    "setns": _deny(_MOUNT),
-    "unshare": _deny(_MOUNT),
+    (_deny("the sandbox has one user"),
+     "capget capset quotactl quotactl_fd setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid "
+     "setuid"),
+    (_allow("of the caller"), "getgroups getresgid getresuid"),
+    (_deny("keys belong to a user, not to a process"), "add_key keyctl request_key"),
+    (_allow("SCM_CREDENTIALS: the kernel checks them"), "sendmsg sendmmsg"),
+    # Namespaces, in which further file systems can be mounted
+    (_only("makes a namespace", Check(0, forbidden_bits=_NEW_NAMESPACES)), "clone"),
+    (_deny("the flags are in memory, which a filter cannot read; C libraries then use clone", errno.ENOSYS), "clone3"),
+    (_deny("enters or makes a namespace"), "setns unshare"),
     # Past the filter, past the limits
-    **{
-        name: _deny("requests skip the filter", errno.ENOSYS)
-        for name in ("io_uring_enter", "io_uring_register", "io_uring_setup")
-    },
-    **{
-        name: _deny(_HIDDEN_MEMORY)
-        for name in (
-            "memfd_create", "memfd_secret", "mq_open", "msgctl", "msgget", "semctl", "semget", "shmctl", "shmget",
-        )
-    },
+    (_deny("requests skip the filter", errno.ENOSYS), "io_uring_enter io_uring_register io_uring_setup"),
+    (_deny("memory that counts for no process"),
+     "memfd_create memfd_secret mq_open msgctl msgget semctl semget shmctl shmget"),
     # Files and networks
-    **{
-        name: _deny(_FILES)
-        for name in (
-            "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown", "utime", "utimes",
-            "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr",
-            "lremovexattr", "fremovexattr", "removexattrat", "file_setattr", "statfs", "fstatfs",
-        )
-    },
-    **{
-        name: _deny(_WATCH)
-        for name in ("fanotify_init", "fanotify_mark", "inotify_add_watch", "inotify_init", "inotify_init1")
-    },
-    "socket": _only(
-        "netlink and packet sockets show the network of the machine",
-        Check(0, ((_AF_UNIX, _AF_INET), (_AF_INET6, _AF_INET6))),
-    ),
-}  # fmt: skip
+    (_deny("Landlock has no rule for it"),
+     "chmod fchmod fchmodat fchmodat2 chown fchown fchownat lchown utime utimes futimesat utimensat setxattr lsetxattr "
+     "fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr statfs fstatfs"),
+    (_deny("sees what happens to files outside"),
+     "fanotify_init fanotify_mark inotify_add_watch inotify_init inotify_init1"),
+    (_only("netlink and packet sockets show the network of the machine",
+           Check(0, ((_AF_UNIX, _AF_INET), (_AF_INET6, _AF_INET6)))), "socket"),
+)  # fmt: skip
+RULES: Mapping[str, Rule] = {name: rule for rule, names in _TABLE for name in names.split()}
 
 
 @dataclass(frozen=True)

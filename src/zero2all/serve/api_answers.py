@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import secrets
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.generation.decoder import TextPiece, TokenLogprobs
-from zero2all.generation.text_stream import overlap
+from zero2all.generation.sampling import overlap
 from zero2all.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
@@ -68,18 +67,6 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class OffsetCounter:
-    """Where each token begins in the text, in characters. A character of several tokens begins with the first."""
-
-    def __init__(self) -> None:
-        self._decoder, self._characters = codecs.getincrementaldecoder("utf-8")("replace"), 0
-
-    def next(self, data: bytes) -> int:
-        before = self._characters
-        self._characters += len(self._decoder.decode(data))
-        return before
-
-
 @dataclass
 class Choice:
     """One answer to a request, as far as it was generated."""
@@ -90,12 +77,8 @@ class Choice:
     """When it is complete, with the token that ended it."""
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sent: int = 0
     """Characters of the text that a stream has sent."""
-    is_begun: bool = False
-    """Whether a stream has sent a part of it, and the prompt with it."""
-    offsets: OffsetCounter = field(default_factory=OffsetCounter)
 
 
 @dataclass(frozen=True)
@@ -149,18 +132,12 @@ class TokenTexts:
     def _entry(self, token: int, logprob: float) -> Json:
         return {"token": self.text(token), "logprob": logprob, "bytes": list(self._bytes[token])}
 
-    def completion(self, first: int | None, logprobs: Sequence[TokenLogprobs], offsets: OffsetCounter) -> Json:
-        """``logprobs`` of ``/v1/completions``. ``first`` is a token that nothing comes before."""
-        tokens = [*([] if first is None else [first]), *(one.token for one in logprobs)]
-        nothing: list[None] = [] if first is None else [None]
+    def completion(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+        """``logprobs`` of ``/v1/completions``."""
         return {
-            "tokens": [self.text(token) for token in tokens],
-            "token_logprobs": [*nothing, *(one.logprob for one in logprobs)],
-            "top_logprobs": [
-                *nothing,
-                *({self.text(token): logprob for token, logprob in one.top} for one in logprobs),
-            ],
-            "text_offset": [offsets.next(self._bytes[token]) for token in tokens],
+            "tokens": [self.text(one.token) for one in logprobs],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [{self.text(token): logprob for token, logprob in one.top} for one in logprobs],
         }
 
 
@@ -186,7 +163,6 @@ def tool_calls(calls: Sequence[ToolCall], numbered: bool = False) -> list[Json]:
 def add_piece(choice: Choice, piece: TextPiece) -> None:
     choice.text += piece.text
     choice.logprobs += piece.logprobs
-    choice.prompt_logprobs += piece.prompt_logprobs
     if piece.completion is not None:
         choice.token_ids, choice.finish_reason = piece.completion.tokens, piece.completion.finish_reason
 
@@ -225,36 +201,24 @@ class CompletionAnswer(Answer):
         self, served: ServedModel, texts: TokenTexts, body: CompletionRequest, prompts: list[list[int]]
     ) -> None:
         super().__init__(served, texts, body, sum(map(len, prompts)))
-        self._prompts, self._without_text, self._per_prompt = prompts, body.max_tokens == 0, body.n or 1
-        self._echo, self._logprobs = bool(body.echo), body.logprobs is not None
-        self._token_ids = bool(body.return_token_ids)
-        given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        self._echoed = [one if isinstance(one, str) else served.tokenizer.decode(prompt)
-                        for one, prompt in zip(given, prompts, strict=False)]  # fmt: skip
+        self._logprobs, self._token_ids = body.logprobs is not None, bool(body.return_token_ids)
 
     def whole(self, choices: list[Choice]) -> Json:
-        return self._header.wrap([self._choice(choice, choice) for choice in choices], self._usage(choices))
+        found = [self._choice(choice, choice.text, choice.logprobs) for choice in choices]
+        return self._header.wrap(found, self._usage(choices))
 
     def parts(self, choice: Choice, piece: TextPiece) -> list[Json]:
-        new = Choice(choice.index, piece.text, [], choice.finish_reason, piece.logprobs, piece.prompt_logprobs)
-        return [self._header.wrap([self._choice(choice, new)])]
+        return [self._header.wrap([self._choice(choice, piece.text, piece.logprobs)])]
 
-    def _choice(self, choice: Choice, new: Choice) -> Json:
-        """What is ``new`` of a choice: all of it, or a part."""
-        place = choice.index // self._per_prompt
-        text, own, first = ("", [], None) if self._without_text else (new.text, new.logprobs, None)
-        if self._echo and not choice.is_begun:
-            text, first = self._echoed[place] + text, self._prompts[place][0]
-        choice.is_begun = True
-        logprobs = None
-        if self._logprobs:
-            logprobs = self._texts.completion(first, [*new.prompt_logprobs, *own], choice.offsets)
-        reason = "length" if self._without_text and choice.finish_reason else choice.finish_reason
-        found: Json = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return {**found, "token_ids": [] if self._without_text else choice.token_ids} if self._token_ids else found
-
-    def _usage(self, choices: list[Choice]) -> Json:
-        return usage(self._prompt_tokens, 0) if self._without_text else super()._usage(choices)
+    def _choice(self, choice: Choice, text: str, logprobs: list[TokenLogprobs]) -> Json:
+        """A choice with all of its text, or with a part."""
+        found = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._texts.completion(logprobs) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        return {**found, "token_ids": choice.token_ids} if self._token_ids else found
 
 
 class ChatAnswer(Answer):

@@ -16,7 +16,6 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Unsupported = Literal[0] | None
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -40,12 +39,14 @@ class ApiRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    echo: bool | None = None
+    response_format: dict[str, Any] | None = None
 
-    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias", "echo", "response_format")
     @classmethod
     def _refuse(cls, value: object) -> object:
-        if value:
-            raise ValueError("is not supported; use repetition_penalty")
+        if value and value != {"type": "text"}:
+            raise ValueError("is not supported")
         return value
 
     @property
@@ -61,21 +62,10 @@ class CompletionRequest(ApiRequest):
     """``/v1/completions``"""
 
     prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=128)]
-    max_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     return_token_ids: bool | None = None
     """As in vLLM: the ids of what was generated, as ``token_ids`` of a choice. Not in streams."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-
-
-class JsonSchema(BaseModel):
-    name: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
 
 
 class FunctionCall(BaseModel):
@@ -136,37 +126,16 @@ class ChatRequest(ApiRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
-
-
-class TokenizeRequest(BaseModel):
-    """``/tokenize``: a text or messages."""
-
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    """Whether a text begins with the token that it begins with in training, if there is one."""
-
-
-class DetokenizeRequest(BaseModel):
-    """``/detokenize``"""
-
-    model: str = ""
-    tokens: list[TokenId]
 
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
 }
 GETS = ("/v1/models", "/health", "/metrics")
 ANSWERS = {
     "200": {"description": "The answer."},
     "4XX": {"description": "What is wrong with the request, in OpenAI's format."},
-    "501": {"description": "What has to be installed for it."},
 }
 
 

@@ -25,10 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.console import warn
-from zero2all.errors import UsageError, Z2aError
+from zero2all.errors import Z2aError
 from zero2all.generation.decoder import Request as Generation
 from zero2all.generation.decoder import TextPiece
 from zero2all.generation.sampling import SamplingParams
+from zero2all.records import first_problem, map_texts
 from zero2all.serve.api_answers import (
     Answer,
     ChatAnswer,
@@ -43,12 +44,9 @@ from zero2all.serve.api_requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
     openapi_schema,
 )
 from zero2all.serve.engine import BusyError, Engine, Failure, TooManyAnswersError, metrics_text
-from zero2all.serve.grammar import ANY_OBJECT, JsonConstraint, JsonGrammars
 from zero2all.tokenizer.chat import ChatTemplateError, TemplateLimitError
 from zero2all.tokenizer.tokenizer import repair_surrogates
 from zero2all.tokenizer.vocabulary import TOOL_CALL, TOOL_CALL_END
@@ -126,7 +124,6 @@ class Api:
     def __init__(self, engine: Engine, model: ServedModel, key: str | None, limits: ServerLimits) -> None:
         self._engine, self._model, self._key, self._limits = engine, model, key, limits
         self._texts = TokenTexts(model.tokenizer)
-        self._grammars: JsonGrammars | None = None
         special = model.tokenizer.special_ids
         self._tool_tokens = tuple(special[name] for name in (TOOL_CALL, TOOL_CALL_END) if name in special)
         self._page = PAGE.read_text(encoding="utf-8")
@@ -173,29 +170,13 @@ class Api:
             "base_model": model.is_base,
         }
 
-    async def tokenize(self, request: Request) -> Response:
-        body = await self._read(request, TokenizeRequest)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages")
-        if body.messages is not None:
-            tokens = await run_in_threadpool(self._render, [one.to_template() for one in body.messages], None)
-        else:
-            tokens = await run_in_threadpool(self._encode, body.prompt or "", body.add_special_tokens)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context})
-
-    async def detokenize(self, request: Request) -> Response:
-        body = await self._read(request, DetokenizeRequest)
-        self._check_tokens(body.tokens)
-        return JSONResponse({"prompt": self._model.tokenizer.decode(body.tokens)})
-
     async def completions(self, request: Request) -> Response:
         body = await self._read(request, CompletionRequest)
         self._check_model(body.model)
         prompts = await run_in_threadpool(self._prompts, body)
-        most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        top = body.logprobs
+        most = body.max_tokens or DEFAULT_MAX_TOKENS
         requests = [
-            self._generation(body, prompt, max(1, most), occurrence, top, echo=bool(body.echo) and top is not None)
+            self._generation(body, prompt, most, occurrence, body.logprobs)
             for prompt in prompts
             for occurrence in range(body.n or 1)
         ]
@@ -210,20 +191,12 @@ class Api:
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         prompt = await run_in_threadpool(self._render, [one.to_template() for one in body.messages], tools)
         most = body.max_completion_tokens or body.max_tokens or self._engine.context
-        requests = []
-        for occurrence in range(body.n or 1):
-            constraint = await run_in_threadpool(self._constraint, body)
-            requests.append(
-                self._generation(
-                    body,
-                    prompt,
-                    most,
-                    occurrence,
-                    (body.top_logprobs or 0) if body.logprobs else None,
-                    special_tokens=self._tool_tokens if tools else (),
-                    constraint=constraint,
-                )
-            )
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        special_tokens = self._tool_tokens if tools else ()
+        requests = [
+            self._generation(body, prompt, most, occurrence, top_logprobs, special_tokens)
+            for occurrence in range(body.n or 1)
+        ]
         return await self._answer(
             request, body, requests, ChatAnswer(self._model, self._texts, body, prompt, bool(tools))
         )
@@ -254,23 +227,21 @@ class Api:
         try:
             value = json.loads(bytes(data))
             if b"\\ud" in data.lower():  # an escaped surrogate, which no answer could repeat
-                value = _repair_texts(value)
+                value = map_texts(value, repair_surrogates)
             return kind.model_validate(value)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"]) from error
+            raise ApiError(400, first_problem(error)) from error
         except (ValueError, RecursionError) as error:
             raise ApiError(400, "the body is not valid JSON in UTF-8") from error
 
-    def _encode(self, text: str, begins: bool) -> list[int]:
-        begin = [self._model.begin_id] if begins and self._model.begin_id is not None else []
+    def _encode(self, text: str) -> list[int]:
+        begin = [] if self._model.begin_id is None else [self._model.begin_id]
         return [*begin, *self._model.tokenizer.encode(text)]
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         given = body.prompt
         if isinstance(given, str):
-            return [self._encode(given, True)]
+            return [self._encode(given)]
         if given and isinstance(given[0], int):
             self._check_tokens(given)
             return [given]
@@ -280,7 +251,7 @@ class Api:
                 raise ApiError(400, "prompt: token ids and texts are mixed")
             if isinstance(one, list):
                 self._check_tokens(one)
-            prompts.append(self._encode(one, True) if isinstance(one, str) else one)
+            prompts.append(self._encode(one) if isinstance(one, str) else one)
         if not prompts:
             raise ApiError(400, "prompt: it is empty")
         return prompts
@@ -298,24 +269,14 @@ class Api:
         except Z2aError as error:
             raise ApiError(400, f"this model has no chat template ({error}): use /v1/completions") from error
 
-    def _constraint(self, body: ChatRequest) -> JsonConstraint | None:
-        wanted = body.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_schema" and wanted.json_schema is None:
-            raise ApiError(400, "response_format: json_schema is missing")
-        try:
-            self._grammars = self._grammars or JsonGrammars(self._model.tokenizer)
-            return self._grammars.compile(ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.schema_)
-        except RecursionError:
-            raise ApiError(400, "response_format: the JSON schema is nested too deeply") from None
-        except UsageError as error:
-            raise ApiError(400, f"response_format: {error}") from error
-        except Z2aError as error:
-            raise ApiError(501, f"response_format: {error}") from error
-
     def _generation(
-        self, body: ApiRequest, prompt: list[int], most: int, occurrence: int, top_logprobs: int | None, **options: Any
+        self,
+        body: ApiRequest,
+        prompt: list[int],
+        most: int,
+        occurrence: int,
+        top_logprobs: int | None,
+        special_tokens: tuple[int, ...] = (),
     ) -> Generation:
         room = self._engine.context - len(prompt)
         if not prompt:
@@ -336,7 +297,7 @@ class Api:
             stop=body.stops,
             seed=secrets.randbits(62) if body.seed is None else body.seed,
         )
-        return Generation(0, prompt, params.max_tokens, params, occurrence, top_logprobs, **options)
+        return Generation(0, prompt, params.max_tokens, params, occurrence, top_logprobs, special_tokens)
 
     async def _answer(self, request: Request, body: ApiRequest, requests: list[Generation], answer: Answer) -> Response:
         try:
@@ -380,15 +341,6 @@ class Api:
             channel.cancel()
 
 
-def _repair_texts(value: Any) -> Any:
-    """With U+FFFD for each lone surrogate, as the tokenizer reads it."""
-    if isinstance(value, str):
-        return repair_surrogates(value)
-    if isinstance(value, dict):
-        return {_repair_texts(name): _repair_texts(inner) for name, inner in value.items()}
-    return [_repair_texts(inner) for inner in value] if isinstance(value, list) else value
-
-
 def build_api(engine: Engine, model: ServedModel, key: str | None, limits: ServerLimits | None = None) -> Starlette:
     """The engine runs while the app does."""
     api = Api(engine, model, key, limits or ServerLimits())
@@ -401,8 +353,6 @@ def build_api(engine: Engine, model: ServedModel, key: str | None, limits: Serve
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/completions": api.completions,
         "/v1/chat/completions": api.chat,
-        "/tokenize": api.tokenize,
-        "/detokenize": api.detokenize,
     }
     routes = [
         Route("/", api.page),

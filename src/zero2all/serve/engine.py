@@ -17,7 +17,9 @@ from zero2all.hardware import on_current_device
 from zero2all.model import Z2all
 from zero2all.model.decode_step import join_projections
 from zero2all.tokenizer import Tokenizer
+from zero2all.track.prometheus import family_text
 
+PREFIX = "zero2all_serve_"
 QUANTILES = (0.5, 0.9, 0.99)
 
 REQUEST_CAPACITY = 4  # times the answers that are generated and wait: the most that one request may ask for
@@ -238,34 +240,32 @@ def _reason(error: Exception) -> str:
 
 def metrics_text(engine: Engine) -> str:
     """``/metrics`` of a server, in Prometheus' text format."""
-    stats = engine.stats
-    families = [
-        ("requests_total", "counter", "Requests.", stats.requests),
-        ("requests_completed_total", "counter", "Requests that were answered.", stats.completed),
-        (
-            "requests_cancelled_total",
-            "counter",
-            "Requests whose client went away, or that took too long.",
-            stats.cancelled,
-        ),
-        ("requests_failed_total", "counter", "Requests that failed in the model.", stats.failed),
-        ("requests_refused_total", "counter", "Requests refused because the queue was full.", stats.refused),
-        ("prompt_tokens_total", "counter", "Tokens of prompts.", stats.prompt_tokens),
-        ("generated_tokens_total", "counter", "Tokens of complete answers.", stats.generated_tokens),
-        ("steps_total", "counter", "Forward passes.", stats.steps),
-        ("busy_seconds_total", "counter", "Time in forward passes.", stats.busy_seconds),
-        ("slots", "gauge", "Requests that are generated at the same time, at most.", engine.rows),
-        ("slots_used", "gauge", "Requests that are being generated.", engine.active),
-        ("requests_waiting", "gauge", "Requests in the queue.", max(0, engine.waiting)),
+    stats, times = engine.stats, sorted(engine.stats.first_token_seconds)
+    counters: dict[str, tuple[str, float]] = {
+        "requests": ("Requests.", stats.requests),
+        "requests_completed": ("Requests that were answered.", stats.completed),
+        "requests_cancelled": ("Requests whose client went away, or that took too long.", stats.cancelled),
+        "requests_failed": ("Requests that failed in the model.", stats.failed),
+        "requests_refused": ("Requests refused because the queue was full.", stats.refused),
+        "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+        "generated_tokens": ("Tokens of complete answers.", stats.generated_tokens),
+        "steps": ("Forward passes.", stats.steps),
+        "busy_seconds": ("Time in forward passes.", stats.busy_seconds),
+    }
+    gauges = {
+        "slots": ("Requests that are generated at the same time, at most.", engine.rows),
+        "slots_used": ("Requests that are being generated.", engine.active),
+        "requests_waiting": ("Requests in the queue.", max(0, engine.waiting)),
+    }
+    families = [(f"{name}_total", "counter", *rest) for name, rest in counters.items()]
+    families += [(name, "gauge", *rest) for name, rest in gauges.items()]
+    text = "".join(
+        family_text(PREFIX + name, kind, help_text, [({}, value)]) for name, kind, help_text, value in families
+    )
+    newest = [
+        ({"quantile": str(quantile)}, times[min(len(times) - 1, int(quantile * len(times)))])
+        for quantile in (QUANTILES if times else ())
     ]
-    lines = []
-    for name, kind, help_text, value in families:
-        full = f"zero2all_serve_{name}"
-        lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", f"{full} {value}"]
-    times = sorted(stats.first_token_seconds)
-    name = "zero2all_serve_first_token_seconds"
-    lines += [f"# HELP {name} Time to the first token, of the newest requests.", f"# TYPE {name} gauge"]
-    for quantile in QUANTILES if times else ():
-        value = times[min(len(times) - 1, int(quantile * len(times)))]
-        lines.append(f'{name}{{quantile="{quantile}"}} {value:.6f}')
-    return "\n".join(lines) + "\n"
+    return text + family_text(
+        f"{PREFIX}first_token_seconds", "gauge", "Time to the first token, of the newest requests.", newest
+    )

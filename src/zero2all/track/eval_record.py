@@ -1,10 +1,14 @@
-"""The evaluations of a run's checkpoints: ``evals.jsonl`` beside the run record.
+"""The evaluations of a run's checkpoints and their trends: ``evals.jsonl`` beside the run record.
 
 A line is one value: ``{"version": 1, "kind": "probes", "suite": "stories", "name": "sum-en", "step": 400, "value": 0.7,
 "metric": "probability", "better": "higher", "group": "en arithmetic", "digest": …, "time": …}``. The training process
 never writes this file; a lock keeps evaluations of several processes apart. Of several values of the same name and
 step the last counts, and only values with the ``digest`` of the last one: those before were measured with another
 definition.
+
+A trend is a Mann-Kendall test, corrected for many tests by Holm. Its p-value is that of a curve whose values are in
+random order. Checkpoints of one run follow from each other, so that a value that drifts for no reason passes more often
+than the p-value says: compare with another seed before you believe a single curve.
 """
 
 from __future__ import annotations
@@ -13,54 +17,170 @@ import fcntl
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field
 
 from zero2all.directory_lock import NO_FLOCK_ERRNOS
+from zero2all.errors import Z2aError
+from zero2all.records import parse_record
 from zero2all.track.record_lines import (
+    MAX_STEP,
     MAX_TIME,
     EventLine,
     InvalidLineError,
     LineReader,
-    is_count,
-    is_number,
     parse_json_line,
     restart_step,
 )
 from zero2all.track.run_locations import EVALS_FILE, RunLocation
 from zero2all.track.run_record import AppendFile
-from zero2all.track.trend import holm, mann_kendall
 from zero2all.units import show_bytes
 
-VERSION = 1
+
+@dataclass(frozen=True, kw_only=True)
+class LossMetrics:
+    """The loss on some text. What records of earlier versions lack is None.
+
+    Bits per byte do not depend on the vocabulary, so that models with different tokenizers can be compared; loss and
+    perplexity do.
+    """
+
+    bits_per_byte: float
+    bytes: int
+    """Of the text that was scored."""
+    loss: float | None = None
+    """Nats per token."""
+    perplexity: float | None = None
+    """exp(loss), if that is a number."""
+    tokens: int | None = None
+    """Tokens that were scored: all but end-of-text tokens."""
+    num_documents: int | None = None
+    bits_per_byte_error: float | None = None
+    """Standard error of bits per byte over documents; None for a single document that is too short to divide."""
+    loss_error: float | None = None
+    """Standard error of the loss over documents."""
+    unigram_bits_per_byte: float | None = None
+    """Of a model that gives each token its share of the training tokens; None without training tokens."""
+    below_unigram: float | None = None
+    """By which share the model is better than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossEvaluation(LossMetrics):
+    """The loss over all sources of the validation set; where there is none, over all test sets."""
+
+    sources: dict[str, LossMetrics]
+    """By source of the validation set."""
+    test_sets: dict[str, LossMetrics] = field(default_factory=dict)
+    scoring: str | None = None
+    """How the text was divided, in words."""
+
+
+MAX_EXACT = 60  # values; with more, or with equal ones, the normal approximation is as good
+MIN_POINTS = 3
+
+SIGNIFICANT = 0.05  # below this p-value a trend counts
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How consistently values rise."""
+
+    tau: float
+    """Kendall's tau: 1 if every value is above all earlier ones, -1 if below."""
+    p: float
+    """One-sided: the probability of a tau at least as large if the order were random."""
+
+
+def mann_kendall(values: Sequence[float]) -> Trend | None:
+    """The trend of values in the order of time; None for fewer than three.
+
+    >>> mann_kendall([0.1, 0.3, 0.2, 0.5, 0.6])
+    Trend(tau=0.8, p=0.041666666666666664)
+    """
+    column = np.asarray(values, dtype=np.float64)
+    count = len(column)
+    if count < MIN_POINTS:
+        return None
+    pairs = count * (count - 1) // 2
+    score = int(np.sign(column[None] - column[:, None])[np.triu_indices(count, 1)].sum())
+    _, ties = np.unique(column, return_counts=True)
+    if count <= MAX_EXACT and ties.max() == 1:
+        inversions = (pairs - score) // 2  # of the values in the wrong order
+        return Trend(score / pairs, float(_inversion_shares(count)[: inversions + 1].sum()))
+    weights = count * (count - 1) * (2 * count + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())
+    deviation = math.sqrt(weights / 18)
+    # A tau of 0 is the middle; the correction of 1 makes the continuous distribution as wide as the discrete one.
+    z = 0.0 if deviation == 0 else (score - np.sign(score)) / deviation
+    return Trend(score / pairs, 0.5 * math.erfc(z / math.sqrt(2)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values for several tests at once: below 0.05, the chance of any false one among them is below 5 %.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+@lru_cache(maxsize=MAX_EXACT)
+def _inversion_shares(count: int) -> np.ndarray[Any, Any]:
+    """The share of the orders of ``count`` values that have 0, 1, 2, ... pairs in the wrong order."""
+    shares = np.ones(1)
+    for size in range(2, count + 1):
+        shares = np.convolve(shares, np.full(size, 1 / size))
+    return shares
+
+
 MAX_NAME = 120  # characters
 MAX_FILE_BYTES = 256 * 2**20  # the rest is not read
 RESERVED = frozenset("/@")  # separate the parts of a metric's name
+
+
+def _check_name(text: str) -> str:
+    if RESERVED & set(text) or not text.isprintable():
+        raise ValueError("is not a name")
+    return text
+
+
+OptionalName = Annotated[str, Field(strict=True, max_length=MAX_NAME), AfterValidator(_check_name)]
+Name = Annotated[OptionalName, Field(min_length=1)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLine:
     """One value of one checkpoint."""
 
-    version: int = VERSION
-    kind: str
+    version: Literal[1] = 1
+    kind: Name
     """What was evaluated: ``probes``, ``loss`` or ``bench``."""
-    suite: str
-    name: str
-    step: int
+    suite: Name
+    name: Name
+    step: Annotated[int, Field(strict=True, ge=0, le=MAX_STEP)]
     """The number of steps that the checkpoint was trained for."""
-    value: float
-    metric: str
+    value: Finite
+    metric: Name
     """What the value is, such as ``probability``."""
     better: Literal["higher", "lower"]
-    group: str = ""
+    group: OptionalName = ""
     """Values of a group share a chart."""
-    digest: str = ""
+    digest: OptionalName = ""
     """Of what was measured: values with different ones cannot be compared."""
-    error: float | None = None
+    error: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
     """Half of the 95 % confidence interval."""
-    time: float
+    time: Annotated[float, Field(strict=True, ge=-MAX_TIME, le=MAX_TIME)]
     """When it was evaluated, in seconds since the epoch."""
 
 
@@ -211,25 +331,7 @@ def _with_trends(curves: list[EvalCurve]) -> list[EvalCurve]:
 
 def _parse_eval_line(raw: bytes | None) -> EvalLine:
     """A line in which every value has the expected type."""
-    line = parse_json_line(raw)
-    if line.get("version") != VERSION:
-        raise InvalidLineError("of another version")
-    for key in ("kind", "suite", "name", "metric", "group", "digest"):
-        text = line.get(key, "")
-        if not isinstance(text, str) or len(text) > MAX_NAME or RESERVED & set(text) or not text.isprintable():
-            raise InvalidLineError(f"{key} is not a name")
-        if not text and key not in ("group", "digest"):
-            raise InvalidLineError(f"{key} is missing")
-    if not is_count(line.get("step")):
-        raise InvalidLineError("step is not an integer")
-    for key in ("value", "time"):
-        if not is_number(line.get(key)) or not math.isfinite(line[key]):
-            raise InvalidLineError(f"{key} is not a number")
-    error = line.get("error")
-    if error is not None and not (is_number(error) and 0 <= error < math.inf):
-        raise InvalidLineError("error is not a number")
-    if abs(line["time"]) > MAX_TIME:
-        raise InvalidLineError("time is not a number of seconds")
-    if line.get("better") not in ("higher", "lower"):
-        raise InvalidLineError("better is neither higher nor lower")
-    return EvalLine(**{key: line[key] for key in EvalLine.__dataclass_fields__ if key in line})
+    try:
+        return parse_record(EvalLine, parse_json_line(raw), EVALS_FILE)
+    except Z2aError as error:
+        raise InvalidLineError(str(error)) from error

@@ -18,7 +18,7 @@ from pydantic import Field
 from zero2all.charts.plot import Finite, Plot
 from zero2all.console import sanitize
 from zero2all.errors import Z2aError
-from zero2all.records import parse_record, to_json
+from zero2all.records import map_texts, parse_record, to_json
 from zero2all.track.run_locations import LocalRunLocation, RunLocation, SshRunLocation
 from zero2all.track.ssh import UnreachableError
 
@@ -250,19 +250,11 @@ def _show_experiment(location: RunLocation, directory: str, runs: dict[str, int]
         data = _read_file(location, directory)
         if data is None:
             return None
-        return ShownExperiment(name, runs, _sanitize_all(to_json(parse_experiment(data, EXPERIMENT_FILE))))
+        return ShownExperiment(name, runs, map_texts(to_json(parse_experiment(data, EXPERIMENT_FILE)), sanitize))
     except UnreachableError:  # nobody knows whether there is one; the card of the run says why
         return None
     except Z2aError as error:
         return ShownExperiment(name, runs, None, sanitize(str(error)))
-
-
-def _sanitize_all(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {sanitize(key): _sanitize_all(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_sanitize_all(inner) for inner in value]
-    return sanitize(value) if isinstance(value, str) else value
 
 
 def _read_file(location: RunLocation, directory: str) -> bytes | None:

@@ -17,22 +17,18 @@ from zero2all.track.record_lines import (
     MAX_LINE_BYTES,
     RESTART_EVENTS,
     EventLine,
-    InvalidLineError,
-    LineReader,
     RecordLine,
     SampleLine,
     StepLine,
     is_number,
-    parse_record_line,
     restart_step,
 )
-from zero2all.track.run_locations import RECORD_FILE, LocalRunLocation
+from zero2all.track.run_locations import RECORD_FILE
 from zero2all.track.run_record import read_record_lines
 from zero2all.units import show_seconds
 
 LOST_TIME_CATEGORIES = ("start-up", "checkpoint stall", "evaluation", "recomputed steps", "hang", "failure")
 IDLE_EVENTS = ("stopped", "done")  # the time from here to the next start does not count
-MAX_BYTES_PER_REFRESH = 2 * MAX_LINE_BYTES  # at least a line, so that the rest of the record is reached
 
 
 @dataclass(frozen=True)
@@ -74,36 +70,6 @@ def count_restarts(events: Iterable[EventLine]) -> int:
         elif event.event in IDLE_EVENTS:
             running = False
     return restarts
-
-
-class GoodputReader:
-    """Follows the goodput of a run on this machine. ``report`` is None until the whole record has been read.
-
-    >>> reader = GoodputReader(LocalRunLocation(Path("runs/first/run")))
-    >>> reader.refresh()
-    """
-
-    def __init__(self, location: LocalRunLocation) -> None:
-        self._location = location
-        self._reset()
-
-    def _reset(self) -> None:
-        self.report: GoodputReport | None = None
-        self._reader, self._meter = LineReader(), _GoodputMeter([])
-
-    def refresh(self) -> int:
-        """Read at most ``MAX_BYTES_PER_REFRESH`` more of the record. Returns how many bytes that were."""
-        size = self._location.file_sizes().get(RECORD_FILE, 0)
-        if size < self._reader.offset:  # the file was replaced
-            self._reset()
-        before, stop = self._reader.offset, min(size, self._reader.offset + MAX_BYTES_PER_REFRESH)
-        self._meter.hangs = _hang_times(self._location.directory) if stop > before else []
-        for _, _, raw in self._reader.read_lines(lambda *part: self._location.read(RECORD_FILE, *part), stop):
-            with suppress(InvalidLineError):  # z2a watch counts and reports it
-                self._meter.add_line(parse_record_line(raw))
-        if stop == size and (self.report is None or self._reader.offset > before):
-            self.report = self._meter.result()
-        return self._reader.offset - before
 
 
 def _hang_times(run: Path) -> list[float]:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from zero2all.console import sanitize
 from zero2all.findings import Finding, Level
-from zero2all.track.goodput import GoodputReport, count_restarts
+from zero2all.track.goodput import count_restarts
 from zero2all.track.run_view import RunStatus, RunView
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,6 @@ LAST_RECORD_TIME = MetricFamily("zero2all_last_record_timestamp_seconds", "When 
 STEP_SECONDS = MetricFamily("zero2all_step_seconds", "Median duration of the last steps.")
 REMAINING_SECONDS = MetricFamily("zero2all_remaining_seconds", "Estimated time to the last step.")
 GOODPUT = MetricFamily("zero2all_goodput_ratio", "Share of the time that went into steps that count.")
-LOST_SECONDS = MetricFamily("zero2all_lost_seconds_total", "Time lost, by cause.", ("cause",), "counter")
 RESTARTS = MetricFamily("zero2all_restarts_total", "Restarts after a failure or hang.", (), "counter")
 FINDINGS = MetricFamily("zero2all_health_findings", "Findings of the health checks, by level.", ("level",))
 SOURCE_LOSS = MetricFamily("zero2all_source_loss", "Training loss by source, in nats per token.", ("source",))
@@ -107,20 +106,17 @@ PREFIXES = {"loss/": SOURCE_LOSS, "bpb/": SOURCE_BPB, "valid/": VALIDATION_METRI
 
 FAMILIES = (
     READABLE, ENDED, STEP, PLANNED_STEPS, TOKENS, *GLOBAL_METRICS.values(), STEP_SECONDS, REMAINING_SECONDS,
-    LAST_STEP_TIME, LAST_RECORD_TIME, GOODPUT, LOST_SECONDS, RESTARTS, FINDINGS, SOURCE_LOSS, SOURCE_BPB,
+    LAST_STEP_TIME, LAST_RECORD_TIME, GOODPUT, RESTARTS, FINDINGS, SOURCE_LOSS, SOURCE_BPB,
     VALIDATION_BPB, VALIDATION_METRIC, EVALUATION, *RANK_METRICS.values(), OTHER_METRIC, DROPPED_SERIES,
 )  # fmt: skip
 """In the order in which they are written."""
 
 
-def run_series(
-    run: RunView, status: RunStatus, findings: Sequence[Finding] = (), goodput: GoodputReport | None = None
-) -> RunSeries:
-    """The samples of a run. Without a ``goodput`` report the ratio is estimated, and lost seconds are left out."""
+def run_series(run: RunView, status: RunStatus, findings: Sequence[Finding] = ()) -> RunSeries:
+    """The samples of a run."""
     latest = {rank: reader.latest_values() for rank, reader in sorted(run.readers.items())}
     # The fixed families first, and of the others those of rank 0: they are kept if there are too many.
-    samples = [*_status_samples(run, status, latest[0]), *_goodput_samples(run, status, goodput)]
-    samples += [*_finding_samples(findings), *_validation_samples(run)]
+    samples = [*_status_samples(run, status, latest[0]), *_finding_samples(findings), *_validation_samples(run)]
     samples += [sample for rank, values in latest.items() for sample in _recorded_samples(rank, values)]
     kept: dict[tuple[str, tuple[str, ...]], Sample] = {}
     for sample in samples:
@@ -136,9 +132,18 @@ def unreadable_run(run: str) -> RunSeries:
     return RunSeries(run, [Sample(READABLE, 0)])
 
 
+def family_text(name: str, kind: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
+    """A metric with its samples, each with its labels."""
+    lines = [f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"]
+    for labels, value in samples:
+        shown = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{f'{{{shown}}}' if labels else ''} {_number(value)}\n")
+    return "".join(lines)
+
+
 def exposition(runs: Iterable[RunSeries]) -> str:
     """The text of ``/metrics``. A run that has the name of another one before it gets a number."""
-    lines: dict[str, list[str]] = {family.name: [] for family in FAMILIES}
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {family.name: [] for family in FAMILIES}
     names: set[str] = set()
     for series in runs:
         name, number = _label_value(series.run), 1
@@ -147,13 +152,12 @@ def exposition(runs: Iterable[RunSeries]) -> str:
             name = f"{_label_value(series.run)} ({number})"
         names.add(name)
         for sample in series.samples:
-            labels = zip(("run", *sample.family.labels), (name, *sample.labels), strict=True)
-            shown = ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
-            lines[sample.family.name].append(f"{sample.family.name}{{{shown}}} {_number(sample.value)}\n")
+            labels = dict(zip(("run", *sample.family.labels), (name, *sample.labels), strict=True))
+            samples[sample.family.name].append((labels, sample.value))
     return "".join(
-        f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n{''.join(lines[family.name])}"
+        family_text(family.name, family.kind, family.help, found)
         for family in FAMILIES
-        if lines[family.name]
+        if (found := samples[family.name])
     )
 
 
@@ -168,20 +172,13 @@ def _status_samples(run: RunView, status: RunStatus, latest: dict[str, float]) -
         TOKENS: latest.get("tokens", tokens),
         STEP_SECONDS: status.step_seconds,
         REMAINING_SECONDS: status.seconds_left,
+        GOODPUT: status.goodput,
+        RESTARTS: count_restarts(run.events),
         LAST_STEP_TIME: status.time or None,  # 0 of a line without a time
         LAST_RECORD_TIME: run.readers[0].last_time,
         **{family: latest.get(name) for name, family in GLOBAL_METRICS.items()},
     }
     return (Sample(family, value) for family, value in values.items() if value is not None)
-
-
-def _goodput_samples(run: RunView, status: RunStatus, report: GoodputReport | None) -> Iterator[Sample]:
-    goodput = status.goodput if report is None else report.goodput
-    if goodput is not None:
-        yield Sample(GOODPUT, goodput)
-    yield Sample(RESTARTS, count_restarts(run.events))
-    if report is not None:
-        yield from (Sample(LOST_SECONDS, seconds, (cause,)) for cause, seconds in report.lost.items())
 
 
 def _finding_samples(findings: Sequence[Finding]) -> Iterator[Sample]:

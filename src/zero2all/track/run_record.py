@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from zero2all.track.async_writer import POLL_SECONDS, AsyncWriter
 from zero2all.track.record_index import Indexer, entry_to_json, index_path
 from zero2all.track.record_lines import (
     EventLine,
@@ -33,7 +32,7 @@ from zero2all.track.record_lines import (
     parse_record_line,
     restart_step,
 )
-from zero2all.track.sinks import Sink, sink_writer
+from zero2all.track.sinks import POLL_SECONDS, AsyncWriter, Sink, sink_writer
 from zero2all.track.system_metrics import SystemMonitor
 
 SYSTEM_METRICS_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""A read-only view of a run: the records of all ranks, metadata and status."""
+"""A read-only view of a run: the records of all ranks, metadata, status, and what was planned beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import computed_field
 
 from zero2all.errors import Z2aError
 from zero2all.track.eval_record import EvalCurve, EvalReader
@@ -25,7 +26,7 @@ from zero2all.track.record_lines import (
 )
 from zero2all.track.record_reader import Array, MetricTable, RecordReader
 from zero2all.track.run_locations import EVALS_FILE, METADATA_FILES, RECORD_FILE, LocalRunLocation, RunLocation
-from zero2all.track.run_metadata import RunMetadata, read_run_metadata
+from zero2all.track.run_metadata import PlannedRun, PlannedValue, RunMetadata, read_run_metadata
 from zero2all.units import show_bytes
 
 RANK_RECORD_PATTERN = re.compile(r"record\.rank([0-9]+)\.jsonl")
@@ -300,3 +301,50 @@ def _step_seconds(table: MetricTable) -> float | None:
     if len(table.steps) < 2:
         return None
     return float(np.median(np.diff(table.times) / np.maximum(np.diff(table.steps), 1)))
+
+
+WARMUP_SHARE = 0.1  # of the steps, left out
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """One value, planned and measured."""
+
+    name: str
+    unit: str
+    planned: float
+    measured: float
+    note: str = ""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ratio(self) -> float:
+        """Measured to planned."""
+        return self.measured / self.planned if self.planned else math.nan
+
+
+def compare_with_run(planned: PlannedRun, view: RunView) -> list[PlanCheck]:
+    """Medians over the steps after warm-up, or the most of any rank; without what the run did not measure."""
+    checks = []
+    for value in planned.values:
+        measured = _most(view, value) if value.over == "most" else _median(view, value)
+        if measured is not None:
+            checks.append(PlanCheck(value.name, value.unit, value.planned, measured / value.scale, value.note))
+    return checks
+
+
+def run_checks(view: RunView) -> list[PlanCheck]:
+    """By the plan in the run's directory; none without one."""
+    return compare_with_run(view.metadata.plan, view) if view.metadata.plan is not None else []
+
+
+def _median(view: RunView, value: PlannedValue) -> float | None:
+    values = view.table([value.metric]).mean[value.metric]
+    values = values[int(WARMUP_SHARE * len(values)) :]
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _most(view: RunView, value: PlannedValue) -> float | None:
+    ranks = (view.finite_values(value.metric, rank=rank) for rank in view.readers)
+    return max((float(values.max()) for values in ranks if len(values)), default=None)

@@ -31,7 +31,6 @@ from zero2all.errors import Z2aError
 from zero2all.findings import Finding, PageFinding, page_finding
 from zero2all.track.eval_record import EvalCurve
 from zero2all.track.experiment_record import find_experiments
-from zero2all.track.goodput import GoodputReader
 from zero2all.track.health_checks import check_health
 from zero2all.track.http_server import HEADERS, bearer_token
 from zero2all.track.prometheus import CONTENT_TYPE, RunSeries, exposition, run_series, unreadable_run
@@ -53,7 +52,6 @@ READERS = 2  # threads that read runs, so that many runs do not take the threads
 OPENING_SECONDS = 1.0  # for which the page waits at the start; what has not been read by then is shown a little later
 DISCOVERY_SECONDS = 5.0  # between two searches for runs that have begun since
 KEEPALIVE_SECONDS = 10.0
-MAX_BYTES_PER_SCRAPE = 16 * 2**20  # of records, for the goodput of runs; one or two seconds
 # (run directory, step, whether to recompute losses) -> the JSON of 'z2a blame', with losses or without
 DocumentLookup = Callable[[Path, int, bool], object]
 RunSearch = Callable[[], list[RunView]]
@@ -137,9 +135,6 @@ class LiveRun:
         self._last_health_check, self._failed = -math.inf, False
         self._changed_since_check, self._last_change = True, time.monotonic()
         self._summary: RunSummary | None = None
-        # Where the time went is in every line of the record, and a remote one is not read in full.
-        location = run.location
-        self._goodput = GoodputReader(location) if isinstance(location, LocalRunLocation) else None
         if read:
             self.refresh()
 
@@ -166,15 +161,13 @@ class LiveRun:
                     self._summary = replace(self.summary, status=replace(self.summary.status, trouble=message))
                     self.version += 1
 
-    def series(self, read_record: bool) -> tuple[RunSeries, int]:
-        """What ``/metrics`` has of this run, and how many bytes were read for its goodput if ``read_record``."""
+    def series(self) -> RunSeries:
+        """What ``/metrics`` has of this run."""
         with self.lock:
             try:
-                read = self._goodput.refresh() if read_record and self._goodput is not None else 0
-                report = None if self._goodput is None else self._goodput.report
-                return run_series(self.run, self.summary.status, self._findings, report), read
+                return run_series(self.run, self.summary.status, self._findings)
             except Exception:  # the other runs are still exported
-                return unreadable_run(self.run.name), 0
+                return unreadable_run(self.run.name)
 
     def _update_summary(self, changed: bool) -> None:
         if changed:
@@ -261,13 +254,9 @@ class DashboardHandlers:
         return json_response({**recorded, **found} if isinstance(found, dict) else found)
 
     def metrics(self, request: Request) -> Response:
-        """For Prometheus. Long records are read over several scrapes, each of which has a time limit."""
+        """For Prometheus."""
         self._check(request)
-        runs, budget = [], MAX_BYTES_PER_SCRAPE
-        for live_run in list(self.runs):
-            series, read = live_run.series(read_record=budget > 0)
-            runs.append(series)
-            budget -= read
+        runs = [live_run.series() for live_run in list(self.runs)]
         return Response(exposition(runs), media_type=CONTENT_TYPE, headers=HEADERS)
 
     def event_stream(self, request: Request) -> Response:

@@ -46,8 +46,8 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
 from zero2all.tokens.test_set import build_test_sets, open_test_sets
 from zero2all.track import RunRecord, open_sinks
+from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.goodput import compute_run_goodput, format_goodput
-from zero2all.track.loss_evaluation import LossEvaluation
 from zero2all.train.answers import objective_config
 from zero2all.train.build_objective import build_objective
 from zero2all.train.compile_probe import choose_compile

@@ -16,19 +16,15 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
-from tests.serve.servers import KEY, serve
 from zero2all.cli.main import app
 from zero2all.errors import UsageError
 from zero2all.evals import open_target
 from zero2all.evals.lm_eval_model import Z2allLM, run_lm_eval
 from zero2all.export import export_run
-from zero2all.serve.api_answers import ServedModel
-from zero2all.serve.engine import Engine
 from zero2all.train import Run, train
 
 ITEMS = 100  # of each task
@@ -104,29 +100,6 @@ def test_log_likelihoods_are_those_of_lm_eval_with_transformers(
             assert float(nats) == pytest.approx(float(expected_nats), abs=TOLERANCE)
             assert greedy == expected_greedy
     assert found["results"][task]["acc,none"] == expected["results"][task]["acc,none"]
-
-
-def test_a_server_gives_the_same_numbers(run: Run, tasks: Path, tmp_path: Path) -> None:
-    """``local-completions`` asks for the log-probabilities of prompts (echo)."""
-    export_run(run, tmp_path / "hf", check=False)
-    tokenizer = run.tokenizer()
-    engine = Engine(run.load_model(), tokenizer, rows=8, max_waiting=64)
-    found = evaluate(Z2allLM(open_target(str(run.directory))), tasks, "local_arc", 0)
-    with serve(engine, ServedModel("tiny", tokenizer, tokenizer.eos_token_id)) as server:
-        client = LocalCompletionsAPI(
-            base_url=f"{server.url}/v1/completions", model="tiny", tokenizer=str(tmp_path / "hf"), max_length=512,
-            add_bos_token=True, header={"Authorization": f"Bearer {KEY}"}, batch_size=4,
-        )  # fmt: skip
-        served = evaluate(client, tasks, "local_arc", 0)
-    assert len(served["samples"]["local_arc"]) == ITEMS
-    for one, other in zip(found["samples"]["local_arc"], served["samples"]["local_arc"], strict=True):
-        assert one["doc_hash"] == other["doc_hash"]
-        for (nats, greedy), (served_nats, served_greedy) in zip(
-            one["filtered_resps"], other["filtered_resps"], strict=True
-        ):
-            assert float(served_nats) == pytest.approx(float(nats), abs=TOLERANCE)
-            assert served_greedy == greedy
-    assert served["results"]["local_arc"]["acc,none"] == found["results"]["local_arc"]["acc,none"]
 
 
 def test_texts_longer_than_the_context_have_the_same_log_likelihood(run: Run, hf_backend: HFLM) -> None:

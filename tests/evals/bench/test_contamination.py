@@ -13,8 +13,8 @@ from zero2all.corpus import build_corpus
 from zero2all.errors import UsageError
 from zero2all.evals import EvalTarget
 from zero2all.evals.bench import BenchOptions, run_bench
-from zero2all.evals.bench.contamination import find_contamination_of
 from zero2all.evals.bench.items import ChoiceItem, ClozeItem
+from zero2all.evals.bench.memorization import find_contamination_of
 from zero2all.evals.bench.tasks import Task
 from zero2all.recipe import parse_recipe
 

@@ -10,9 +10,8 @@ import pytest
 from zero2all.corpus import build_corpus
 from zero2all.evals import open_target
 from zero2all.evals.bench import BenchOptions, BenchReport, BenchResult, Difference, run_bench
-from zero2all.evals.bench.contamination import CLEAN
 from zero2all.evals.bench.evaluate import choice_queries
-from zero2all.evals.bench.mutations import refers_to_options
+from zero2all.evals.bench.memorization import CLEAN, refers_to_options
 from zero2all.evals.bench.report import ORIGINAL
 from zero2all.evals.bench.run import QUESTION_TRAINED
 from zero2all.evals.bench.tasks import Task, read_tasks

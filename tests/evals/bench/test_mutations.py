@@ -10,7 +10,7 @@ import pytest
 from tests.evals.bench.fakes import FakeScorer, always, random_items, random_task
 from zero2all.evals.bench.evaluate import choice_queries, evaluate_task
 from zero2all.evals.bench.items import AnswerItem, ChoiceItem
-from zero2all.evals.bench.mutations import MUTATIONS, NONE_OF_THE_OTHERS, Context, mutate, refers_to_options
+from zero2all.evals.bench.memorization import MUTATIONS, NONE_OF_THE_OTHERS, Context, mutate, refers_to_options
 from zero2all.evals.bench.report import ORIGINAL, Difference, Evaluation, compare, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 

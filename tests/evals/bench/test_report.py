@@ -36,12 +36,12 @@ def test_intervals_cover_the_true_share_as_often_as_they_say() -> None:
     assert 0.1 < nothing.high < 0.25
 
 
-def test_the_bootstrap_interval_of_a_ratio_covers_it() -> None:
+def test_the_interval_of_a_ratio_covers_it() -> None:
     rng = np.random.default_rng(4)
     covered = []
-    for seed in range(60):
+    for _ in range(60):
         sizes = rng.integers(1, 20, 60).astype(float)
-        estimate = ratio(sizes * 2 + rng.normal(0, 1, 60), sizes, seed)
+        estimate = ratio(sizes * 2 + rng.normal(0, 1, 60), sizes)
         assert estimate is not None
         covered.append(estimate.contains(2.0))
     assert np.mean(covered) > 0.85

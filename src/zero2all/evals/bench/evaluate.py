@@ -13,8 +13,18 @@ from typing import Protocol
 
 import numpy as np
 
-from zero2all.evals.bench.items import AnswerItem, ChoiceItem, ClozeItem, CodeItem, Form
-from zero2all.evals.bench.prompts import ChoiceQuery, answer_prompt, choice_query, concluded, reasoning_prompt
+from zero2all.evals.bench.items import (
+    AnswerItem,
+    ChoiceItem,
+    ChoiceQuery,
+    ClozeItem,
+    CodeItem,
+    Form,
+    answer_prompt,
+    choice_query,
+    concluded,
+    reasoning_prompt,
+)
 from zero2all.evals.bench.tasks import Task
 from zero2all.evals.log_likelihood import Score, encode_pair, score
 from zero2all.evals.target import EvalTarget

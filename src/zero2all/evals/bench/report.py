@@ -1,7 +1,4 @@
-"""Metrics of benchmarks, with confidence intervals, and what a comparison of two evaluations shows.
-
-Shapes: S bootstrap samples, N items.
-"""
+"""Metrics of benchmarks, with confidence intervals, and what a comparison of two evaluations shows."""
 
 from __future__ import annotations
 
@@ -13,15 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from zero2all.charts.table import text_table
-from zero2all.evals.bench.contamination import Contamination
 from zero2all.evals.bench.evaluate import ItemResult
+from zero2all.evals.bench.memorization import Contamination
+from zero2all.evals.validation_loss import ratio_error
 
 ORIGINAL = "original"
 Metric = Literal["accuracy", "centered_accuracy", "answer_bits_per_byte"]
 
 Array = np.ndarray[Any, Any]
-SAMPLES = 1000
-MAX_DRAWN = 2_000_000  # items at a time; bounds the memory
 Z_95 = 1.959964
 
 
@@ -49,45 +45,40 @@ def proportion(successes: Array) -> Estimate:
     return Estimate(share, max(0.0, center - margin), min(1.0, center + margin))
 
 
-def ratio(numerators: Array, denominators: Array, seed: int = 0) -> Estimate | None:
-    """The ratio of two sums over items, by the bootstrap; None without any denominator."""
+def ratio(numerators: Array, denominators: Array) -> Estimate | None:
+    """The ratio of two sums over items, by the delta method; None without any denominator."""
     if not denominators.sum() > 0:
         return None
-    return _interval(numerators.sum() / denominators.sum(), ratio_samples(numerators, denominators, seed))
+    return _normal(numerators.sum() / denominators.sum(), ratio_error([(numerators, denominators)]))
 
 
-def paired_difference(first: tuple[Array, Array], second: tuple[Array, Array], seed: int = 0) -> Estimate | None:
-    """The second ratio minus the first, over the same items in the same order: both are resampled together."""
-    (first_n, first_d), (second_n, second_d) = first, second
-    if not (first_d.sum() > 0 and second_d.sum() > 0):
+def paired_difference(first: tuple[Array, Array], second: tuple[Array, Array]) -> Estimate | None:
+    """The second ratio minus the first, over the same items in the same order, whose residuals are subtracted."""
+    if not (first[1].sum() > 0 and second[1].sum() > 0):
         return None
-    samples = ratio_samples(second_n, second_d, seed) - ratio_samples(first_n, first_d, seed)
-    return _interval(second_n.sum() / second_d.sum() - first_n.sum() / first_d.sum(), samples)
+    (before, of_first), (after, of_second) = (_ratio_and_residuals(*terms) for terms in (first, second))
+    residuals = of_second - of_first
+    error = math.sqrt(len(residuals) * residuals.var(ddof=1)) if len(residuals) > 1 else None
+    return _normal(after - before, error)
 
 
-def mean_of_ratios(ratios: list[tuple[Array, Array]], seed: int = 0) -> Estimate:
-    """The mean of the ratios of several sets of items, each resampled by itself."""
-    samples = [ratio_samples(one, other, seed + number) for number, (one, other) in enumerate(ratios)]
-    value = float(np.mean([one.sum() / other.sum() for one, other in ratios]))
-    return _interval(value, np.mean(samples, axis=0))
+def mean_of_ratios(ratios: list[tuple[Array, Array]]) -> Estimate:
+    """The mean of the ratios of several sets of items, which are independent of each other."""
+    values = [numerators.sum() / denominators.sum() for numerators, denominators in ratios]
+    errors = [ratio_error([terms]) or 0.0 for terms in ratios]
+    return _normal(float(np.mean(values)), math.hypot(*errors) / len(ratios))
 
 
-def ratio_samples(numerators: Array, denominators: Array, seed: int) -> Array:
-    """The ratio in each bootstrap sample, [S]. Equal seeds and numbers of items draw equal samples."""
-    rng, count = np.random.default_rng(seed), len(numerators)
-    block = max(1, min(SAMPLES, MAX_DRAWN // count))
-    parts = []
-    for start in range(0, SAMPLES, block):
-        drawn_SN = rng.integers(count, size=(min(block, SAMPLES - start), count), dtype=np.int32)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            parts.append(numerators[drawn_SN].sum(1) / denominators[drawn_SN].sum(1))
-    return np.concatenate(parts)
+def _ratio_and_residuals(numerators: Array, denominators: Array) -> tuple[float, Array]:
+    """A ratio of sums, and what each item adds to its error."""
+    total = denominators.sum()
+    value = float(numerators.sum() / total)
+    return value, (numerators - value * denominators) / total
 
 
-def _interval(value: float, samples: Array) -> Estimate:
-    finite = samples[np.isfinite(samples)]
-    low, high = np.quantile(finite, [0.025, 0.975]) if len(finite) else (value, value)
-    return Estimate(float(value), min(float(low), float(value)), max(float(high), float(value)))
+def _normal(value: float, error: float | None) -> Estimate:
+    margin = Z_95 * (error or 0.0)
+    return Estimate(float(value), float(value) - margin, float(value) + margin)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from zero2all.console import say
 from zero2all.errors import UsageError
-from zero2all.evals.bench.contamination import CLEAN, Contamination, find_contamination_of
 from zero2all.evals.bench.evaluate import ModelScorer, Scorer, evaluate_task
 from zero2all.evals.bench.items import CodeItem, Form
-from zero2all.evals.bench.mutations import MUTATIONS, mutate
-from zero2all.evals.bench.question_training import train_on_questions
+from zero2all.evals.bench.memorization import (
+    CLEAN,
+    MUTATIONS,
+    Contamination,
+    find_contamination_of,
+    mutate,
+    train_on_questions,
+)
 from zero2all.evals.bench.report import ORIGINAL, BenchReport, Difference, Evaluation, compare, core, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.evals.target import EvalTarget
