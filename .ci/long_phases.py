@@ -30,13 +30,15 @@ def _packages(*names: str) -> tuple[str, ...]:
 
 
 # git pathspecs. tests/test_long_phases.py compares the first two with what their programs import.
+PARITY = _packages("bench", "charts", "model", "parallel", "recipe", "train")
+CHAOS = (
+    "tests/chaos",
+    *_packages("charts", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),
+    *_packages("parallel", "planner", "recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
+)
 COVERS: dict[str, tuple[str, ...]] = {
-    "parity": _packages("bench", "charts", "model", "parallel", "recipe", "train"),
-    "chaos": (
-        "tests/chaos",
-        *_packages("charts", "checkpoint", "corpus", "doctor", "elastic", "generation", "model", "objectives"),
-        *_packages("parallel", "planner", "recipe", "storyworld", "tokenizer", "tokens", "track", "train"),
-    ),
+    **{f"parity/{name}": PARITY for name in ("replicated", "sharded", "tensor", "pipeline", "context", "experts")},
+    **{f"chaos/{part}": CHAOS for part in (1, 2, 3)},
     "long": ("src", "tests", "recipes", "benchmarks", "examples", "docs", "web", "pyproject.toml"),
     "attack": ("src", "tests/adversarial", "pyproject.toml"),
     "fuzz/properties": ("src", "tests", "pyproject.toml"),

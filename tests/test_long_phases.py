@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -13,6 +14,11 @@ from pathlib import Path
 
 import grimp
 import pytest
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.suite import part_of_faults
+from zero2all.bench.parity_cases import cases, select_cases
+from zero2all.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("long_phases", ROOT / ".ci" / "long_phases.py")
@@ -61,19 +67,20 @@ def test_a_phase_counts_until_a_path_that_it_covers_changes(clone: Path) -> None
     commit(clone, "src/zero2all/serve/page.py", "not part of training")
     assert {"long", "attack", "fuzz/properties", "fuzz/readers"} == set(status(clone))
     commit(clone, "src/zero2all/units.py", "a module beside the packages")
-    assert "src/zero2all/units.py" in status(clone)["parity"]
+    assert "src/zero2all/units.py" in status(clone)["parity/tensor"]
     assert set(status(clone)) == set(long_phases.COVERS)
-    green(clone, "parity")
-    assert "parity" not in status(clone)
+    green(clone, "parity/tensor")
+    assert "parity/tensor" not in status(clone)
+    assert "parity/context" in status(clone)
 
 
 def test_a_failure_a_changed_tree_and_a_lost_commit_do_not_count(clone: Path) -> None:
     before = long_phases.state(clone)
-    long_phases.record(clone, "parity", before, 60, 124)
-    assert "failed with exit status 124" in status(clone)["parity"]
+    long_phases.record(clone, "parity/tensor", before, 60, 124)
+    assert "failed with exit status 124" in status(clone)["parity/tensor"]
     (clone / "src" / "zero2all" / "model" / "layers.py").write_text("2")
-    green(clone, "chaos")
-    assert "not committed" in status(clone)["chaos"]
+    green(clone, "chaos/1")
+    assert "not committed" in status(clone)["chaos/1"]
     git(clone, "checkout", "--quiet", "--", "src")
     (clone / "conftest.py").write_text("a file that git does not know may change a test")
     green(clone, "attack")
@@ -116,17 +123,17 @@ def test_the_script_runs_what_it_is_told_and_keeps_each_result(clone: Path, tmp_
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     assert long("no-such-phase").returncode != 0
-    done = long("chaos", "parity", "fuzz/readers", "engines/trl")
+    done = long("chaos/2", "parity/tensor", "fuzz/readers", "engines/trl")
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert "pinned z2a bench parity --out runs/long" in lines
-    assert "pinned python -m tests.chaos --out runs/long/chaos --jobs 2" in lines
+    assert "pinned z2a bench parity --out runs/long/parity-tensor --only TP*" in lines
+    assert "pinned python -m tests.chaos --part 2/3 --out runs/long/chaos-2 --jobs 2" in lines
     assert "pinned python -m tests.adversarial.fuzz --seconds 1800 --jobs 2" in lines
     assert "trl pytest -m  tests/engines/trl" in lines
     results = json.loads((clone / ".ci" / "long-results.json").read_text())
     assert {name: found["result"] for name, found in results.items()} == {
-        "parity": "passed",
-        "chaos": "failed with exit status 1",
+        "parity/tensor": "passed",
+        "chaos/2": "failed with exit status 1",
         "fuzz/readers": "passed",
         "engines/trl": "passed",
     }
@@ -134,8 +141,8 @@ def test_the_script_runs_what_it_is_told_and_keeps_each_result(clone: Path, tmp_
     assert not any(found["dirty"] for found in results.values())
     listed = long("--status")
     assert listed.returncode == 1
-    assert "chaos: failed" in listed.stdout
-    assert "parity" not in listed.stdout
+    assert "chaos/2: failed" in listed.stdout
+    assert "parity/tensor" not in listed.stdout
     assert long("fuzz").returncode == 0
     assert "pinned pytest" in long("fuzz/properties").stdout
 
@@ -147,6 +154,19 @@ def test_every_phase_is_a_function_of_the_script_and_every_engine_is_a_phase() -
     assert engines == {name for name in long_phases.COVERS if name.startswith("engines/")}
 
 
+def test_every_layout_and_every_fault_is_in_one_phase() -> None:
+    script = (ROOT / ".ci" / "long").read_text()
+    patterns = [re.findall(r"'([^']+)'", line) for line in script.splitlines() if line.startswith("parity/")]
+    in_phases = [case.name for phase in patterns for case in select_cases(phase)]
+    assert sorted(in_phases) == sorted(case.name for case in cases())
+    parts = re.findall(r"^chaos/\d\(\) \{ chaos (\d/\d); }$", script, re.MULTILINE)
+    faults = [fault for part in parts for fault in part_of_faults(list(FAULTS), part)]
+    assert sorted(fault.name for fault in faults) == sorted(fault.name for fault in FAULTS)
+    for wrong in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(UsageError, match="write I/N"):
+            part_of_faults(list(FAULTS), wrong)
+
+
 @pytest.mark.parametrize("name", long_phases.COVERS)
 def test_every_covered_path_exists(name: str) -> None:
     assert [path for path in long_phases.COVERS[name] if not any(ROOT.glob(path.removeprefix(":(glob)")))] == []
@@ -156,7 +176,9 @@ CHAOS_PROGRAMS = ("tests.chaos.__main__", "tests.chaos.chaos_agent", "tests.chao
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "programs"), [("parity", ("zero2all.bench.parity",)), ("chaos", CHAOS_PROGRAMS)])
+@pytest.mark.parametrize(
+    ("name", "programs"), [("parity/tensor", ("zero2all.bench.parity",)), ("chaos/1", CHAOS_PROGRAMS)]
+)
 def test_a_phase_covers_what_its_programs_import(name: str, programs: tuple[str, ...]) -> None:
     graph = grimp.build_graph("zero2all", "tests")
     imported = {*programs}.union(*(graph.find_upstream_modules(program) for program in programs))

@@ -2,6 +2,7 @@
 
 python -m tests.chaos                                  # every fault, one after another; more than an hour
 python -m tests.chaos --only "kill a rank" --seed 3    # one fault
+python -m tests.chaos --part 2/3                       # the second of three parts of the faults
 python -m tests.chaos --simulate 1024                  # the rendezvous of a job of 1,024 nodes, without ranks
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.scale_model import render_report, simulate
-from tests.chaos.suite import render_table, run_suite
+from tests.chaos.suite import part_of_faults, render_table, run_suite, select_faults
 from zero2all.errors import UsageError
 from zero2all.processes import stop_on_signals
 
@@ -24,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="directory for jobs and the result table")
     parser.add_argument("--only", action="append", default=[], help="inject only this fault; can be repeated")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="inject only the I-th of N parts of the faults")
     parser.add_argument("--seed", type=int, default=0, help="chooses the ranks and steps at which faults are injected")
     parser.add_argument("--jobs", "-j", type=int, default=1, help="faults at a time; times are then of a busy machine")
     parser.add_argument("--simulate", type=int, metavar="NODES", help="measure a rendezvous of this many nodes instead")
@@ -34,7 +36,8 @@ def main(words: Sequence[str]) -> int:
         if options.simulate is not None:
             sys.stdout.write(render_report(simulate(options.simulate, options.steady, options.over)) + "\n")
             return 0
-        rows = run_suite(options.out, options.only, options.seed, options.jobs)
+        faults = part_of_faults(select_faults(options.only), options.part)
+        rows = run_suite(options.out, faults, options.seed, options.jobs)
     except UsageError as error:
         parser.error(str(error))
     sys.stdout.write(render_table(rows) + "\n")

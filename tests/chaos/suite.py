@@ -48,12 +48,24 @@ class FaultResult:
     """Breakdown of the recovery time, as the agent measured it."""
 
 
-def run_suite(out: Path, only: Sequence[str] = (), seed: int = 0, jobs: int = 1) -> list[FaultResult]:
-    """Inject every fault, or those named, ``jobs`` at a time; the table in ``out`` is rewritten after each."""
-    chosen = [fault for fault in FAULTS if not only or fault.name in only]
-    if unknown := set(only) - {fault.name for fault in FAULTS}:
+def select_faults(names: Sequence[str]) -> list[Fault]:
+    """Those with these names; all of them without names."""
+    if unknown := set(names) - {fault.name for fault in FAULTS}:
         known = ", ".join(fault.name for fault in FAULTS)
         raise UsageError(f"no fault is called {', '.join(sorted(unknown))}; there are: {known}")
+    return [fault for fault in FAULTS if not names or fault.name in names]
+
+
+def part_of_faults(faults: list[Fault], part: str) -> list[Fault]:
+    """Part 2/3 is every third fault from the second on, since similar faults are neighbors in the list."""
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise UsageError(f"--part {part!r}: write I/N, such as 2/3")
+    return faults[int(number) - 1 :: int(parts)]
+
+
+def run_suite(out: Path, chosen: Sequence[Fault], seed: int = 0, jobs: int = 1) -> list[FaultResult]:
+    """Inject faults, ``jobs`` at a time; the table in ``out`` is rewritten after each."""
     out = out.absolute()
     build_workspace(out / "workspace", seed)
     baselines: dict[tuple[str, ...], Baseline] = {}

@@ -15,7 +15,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.injections import InjectionPoint
 from tests.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
 from tests.chaos.scenario import Scenario
-from tests.chaos.suite import FaultResult, render_table, run_suite
+from tests.chaos.suite import FaultResult, render_table, run_suite, select_faults
 from tests.conftest import tiny_recipe
 from zero2all.elastic.exit_reason import FailureKind
 from zero2all.tokens import TokenStore
@@ -46,7 +46,7 @@ def test_a_job_survives_the_short_suite(
 @pytest.mark.timeout(900)
 def test_a_fresh_node_resumes_from_the_replicas_of_its_peer(tmp_path: Path) -> None:
     """Bit for bit, and without any durable checkpoint."""
-    [row] = run_suite(tmp_path, only=["a node is replaced"], seed=1)
+    [row] = run_suite(tmp_path, select_faults(["a node is replaced"]), seed=1)
     assert row.problems == [], render_table([row])
     if row.skipped is None:
         assert row.steps_again is not None

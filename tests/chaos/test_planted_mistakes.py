@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.simulated_nodes import simulation_unavailable_reason
-from tests.chaos.suite import run_suite
+from tests.chaos.suite import run_suite, select_faults
 
 PLANTED = Path(__file__).parent / "planted"
 needs_nodes = pytest.mark.skipif(simulation_unavailable_reason() is not None, reason="nodes cannot be simulated here")
@@ -23,7 +23,7 @@ def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems_of(fault: str, out: Path) -> str:
-    [row] = run_suite(out, only=[fault])
+    [row] = run_suite(out, select_faults([fault]))
     return "; ".join(row.problems)
 
 

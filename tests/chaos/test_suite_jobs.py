@@ -31,8 +31,7 @@ def test_rows_are_in_the_order_of_the_faults_and_progress_in_that_of_their_ends(
 
     monkeypatch.setattr(suite, "say", say)
     first = Fault("first", drive=lambda scenario: scenario.wait_until(second_ended.is_set, "the second has ended"))
-    monkeypatch.setattr(suite, "FAULTS", (first, Fault("second", drive=lambda scenario: None)))
-    rows = run_suite(tmp_path, jobs=2)
+    rows = run_suite(tmp_path, [first, Fault("second", drive=lambda scenario: None)], jobs=2)
     assert [row.fault for row in rows] == ["first", "second"]
     assert [line.split(":")[0] for line in said] == ["1/2 second", "2/2 first"]
     assert "left" in said[0]
@@ -56,7 +55,6 @@ def test_ctrl_c_ends_the_faults_that_run_and_starts_no_other(
 
     monkeypatch.setattr(suite, "say", interrupt)
     waiting = [Fault(f"waits-{number}", drive=wait_forever) for number in range(3)]
-    monkeypatch.setattr(suite, "FAULTS", (Fault("ends", drive=lambda scenario: None), *waiting))
     with pytest.raises(KeyboardInterrupt):
-        run_suite(tmp_path, jobs=jobs)
+        run_suite(tmp_path, [Fault("ends", drive=lambda scenario: None), *waiting], jobs=jobs)
     assert len(driven) <= jobs
