@@ -1,20 +1,25 @@
-"""``/metrics``: strictly valid text whatever a run has written, with the page's key."""
+"""``/metrics``: strictly valid text whatever a run has written, with the page's key; and a real Prometheus reads it."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import shutil
+import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from starlette.testclient import TestClient
 
+from tests.sshd import free_port
 from tests.track.browser import watching
 from tests.track.test_hostile import BAD_LINES, UNUSUAL_LINES, as_bytes
 from zero2all.errors import UsageError, Z2aError
@@ -347,3 +352,77 @@ def test_the_dashboard_asks_only_for_what_is_exported_and_the_docs_have_all_of_i
     assert [family.name for family in FAMILIES if f"`{family.name.removeprefix('zero2all_')}`" not in page] == []
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+
+
+@contextmanager
+def running_prometheus(program: str, directory: Path, target: str, key_file: Path) -> Iterator[str]:
+    """The address of a real Prometheus that scrapes ``target`` every second, as the docs tell it to."""
+    config, port = directory / "prometheus.yml", free_port()
+    [documented] = re.findall(r"```yaml\n(scrape_configs:.*?)```", TRACK_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    for example, own in (("/home/me/watch.key", str(key_file)), ("127.0.0.1:9464", target)):
+        assert example in documented
+        documented = documented.replace(example, own)
+    config.write_text(f"global: {{scrape_interval: 1s}}\n{documented}", encoding="utf-8")
+    arguments = [f"--config.file={config}", f"--storage.tsdb.path={directory}/data"]
+    with open(directory / "prometheus.log", "wb") as log:
+        process = subprocess.Popen(
+            [program, *arguments, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log, cwd=directory
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def ask(server: str, path: str, **query: str) -> Any:
+    with urllib.request.urlopen(f"{server}{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+def wait_until_scraped(server: str, seconds: float = 60.0) -> None:
+    deadline, seen = time.monotonic() + seconds, "nothing"
+    while time.monotonic() < deadline:
+        try:
+            targets = ask(server, "/api/v1/targets")["activeTargets"]
+            seen = ", ".join(f"{target['health']} {target['lastError']}" for target in targets)
+            if targets and all(target["health"] == "up" for target in targets):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            seen = str(error)
+        time.sleep(0.2)
+    pytest.fail(f"the target is not up after {seconds:.0f} s: {seen}")
+
+
+@pytest.mark.long
+def test_a_real_prometheus_answers_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    if (program := shutil.which("prometheus")) is None:
+        pytest.skip("needs prometheus (Debian: prometheus)")
+    write_run(tmp_path / "runs" / "a", now=time.time() - 200)
+    hostile = {f"loss/{name}": math.nan for name in HOSTILE_NAMES}
+    name = HOSTILE_RUN.replace("\n", "")  # which the "." of a query does not match
+    write_run(tmp_path / "runs" / name, hostile, now=time.time() - 200)
+    key_file = tmp_path / "key"
+    with watching(tmp_path / "runs", "--key-file", key_file) as (address, _):
+        target = urllib.parse.urlsplit(address)
+        text = scrape(target.netloc, load_key(key_file))
+        exported_names = {labels["run"] for labels in parse(text).of("zero2all_loss")}
+        assert len(exported_names) == 2
+        with running_prometheus(program, tmp_path, target.netloc, key_file) as server:
+            wait_until_scraped(server)
+            for panel, expression in dashboard_queries():
+                found = ask(server, "/api/v1/query", query=expression)["result"]
+                assert {series["metric"]["run"] for series in found} == exported_names, f"{panel}: {expression}"
+            [loss] = ask(server, "/api/v1/query", query='zero2all_loss{run="a"}')["result"]
+            assert float(loss["value"][1]) == 7.01
+            sources = ask(server, "/api/v1/query", query='zero2all_source_loss{run!="a"}')["result"]
+            assert {series["metric"].get("source", "") for series in sources} == {
+                labels["source"] for labels in parse(text).of("zero2all_source_loss") if labels["run"] != "a"
+            }
+    if (promtool := shutil.which("promtool")) is not None:
+        checked = subprocess.run([promtool, "check", "metrics"], input=text.encode(), capture_output=True, timeout=60)
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
