@@ -397,12 +397,6 @@ def build_with_strict_limits(recipe: CorpusRecipe, documents: Path) -> BuiltCorp
         return build_corpus(recipe, documents)
 
 
-def error_of_reading(directory: Path, name: str, data: bytes, limits: ReadLimits) -> str:
-    with pytest.raises(UnreadableFileError) as raised:
-        read_data(directory, name, data, limits)
-    return str(raised.value)
-
-
 @needs_libarchive
 @pytest.mark.parametrize("all_hostile", [False, pytest.param(True, marks=pytest.mark.long)])  # these run into limits
 def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(

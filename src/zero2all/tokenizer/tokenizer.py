@@ -33,9 +33,8 @@ from zero2all.tokenizer.hf_directory import without_begin_token
 from zero2all.tokenizer.tokenizer_json import read_tokenizer_json
 from zero2all.tokenizer.vocabulary import END_OF_TEXT, IM_END, AllowSpecial, allowed_names, split_special
 
-_INVALID_UTF8 = re.compile(
-    "[\udc80-\udcff]"
-)  # what the error handler "surrogateescape" makes of bytes that are no text
+# What the error handler "surrogateescape" makes of bytes that are no text.
+_INVALID_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 TokenizerState = tuple[Path, BackendName, bytes, str | None, dict[str, str], list[int]]

@@ -25,9 +25,8 @@ TOO_DEEP = "nested too deep"
 MAX_NESTING = 200  # levels of a record; Python's own recursion ends at 1000, less what is in use where a record is met
 NOT_INSTALLED = "needs pip install 'zero2all[corpus]'"
 NO_LIBARCHIVE = "needs the system library libarchive (apt-get install libarchive13, or brew install libarchive)"
-MISSING_REASONS = frozenset(
-    {NOT_INSTALLED, NO_LIBARCHIVE}
-)  # why files are skipped that can be read after an installation
+# Why files are skipped that can be read after an installation.
+MISSING_REASONS = frozenset({NOT_INSTALLED, NO_LIBARCHIVE})
 
 
 class UnreadableFileError(Exception):

@@ -17,9 +17,8 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 MAX_DAMAGED_SHARE = 0.005  # of the non-ASCII characters may be damaged before another encoding is tried
-MAX_WESTERN_ACCENTED_SHARE = (
-    0.4  # of the bytes are accented letters in any Western text; Russian or Japanese has far more
-)
+# At most this share of the bytes of a Western text are accented letters; Russian or Japanese has far more.
+MAX_WESTERN_ACCENTED_SHARE = 0.4
 _HIGH = re.compile(rb"[\x80-\xff]")
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\x7e\x80-\xfe]")
 _COMMON_HAN = re.compile(rb"[\xb0-\xd7][\xa1-\xfe]|[\xa1-\xa3][\xa1-\xfe]")  # GB 2312's first level and punctuation

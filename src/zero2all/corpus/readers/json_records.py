@@ -27,9 +27,7 @@ from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
 from zero2all.corpus.readers.streams import PeekableStream, iter_line_chunks
 
 MAX_IN_MEMORY_BYTES = 16 << 20  # an object up to this size is read fully, and needs no streaming parser
-FIRST_WINDOW_CHARACTERS = (
-    1 << 14
-)  # characters in which a value is searched for first: an error costs as much as the text before it
+FIRST_WINDOW_CHARACTERS = 1 << 14  # where a value is searched for first: an error costs as much as the text before it
 MAX_FALSE_LISTS = 100  # texts that look like the beginning of a list; each costs as much as the text before it
 _NEXT_OBJECT = re.compile(r"\n[^\S\n]*\{|\}\s*,\s*\{|[\]\[]\s*\{")
 _RECORD_LIST = re.compile(r":\s*\[(?=\s*\{)")

@@ -6,7 +6,6 @@ import csv
 import html
 import re
 from collections.abc import Iterator
-from itertools import chain
 
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
@@ -31,7 +30,7 @@ def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator
     if len(head) <= limits.max_document_characters:
         yield TextRecord(id=name, title=name, content=decode_text(head))
     else:
-        yield from _split_at_line_ends(decode_stream(stream), limits, name, title=name)
+        yield from _numbered_parts(decode_stream(stream), limits, name, title=name)
 
 
 def split_text(name: str, title: str, text: str, limits: ReadLimits, **others: str | int) -> Iterator[TextRecord]:
@@ -39,7 +38,7 @@ def split_text(name: str, title: str, text: str, limits: ReadLimits, **others: s
     if len(text) <= limits.max_document_characters:
         yield TextRecord(id=name, title=title, content=text, **others)
     else:
-        yield from _split_at_line_ends(iter([text]), limits, name, title=title, **others)
+        yield from _numbered_parts(iter([text]), limits, name, title=title, **others)
 
 
 def sensible_title(title: str) -> str:
@@ -48,17 +47,21 @@ def sensible_title(title: str) -> str:
     return "" if _NOT_A_TITLE.fullmatch(title) else title[:MAX_TITLE_CHARACTERS]
 
 
-def _split_at_line_ends(
-    blocks: Iterator[str], limits: ReadLimits, name: str, **fields: str | int
-) -> Iterator[TextRecord]:
-    """As many records as it takes, numbered."""
-    size, waiting, number = limits.max_document_characters, "", 0
-    for block in chain(blocks, [""]):
+def _numbered_parts(blocks: Iterator[str], limits: ReadLimits, name: str, **fields: str | int) -> Iterator[TextRecord]:
+    for number, part in enumerate(_split_at_line_ends(blocks, limits.max_document_characters)):
+        yield TextRecord(id=f"{name}#{number}", content=part, **fields)
+
+
+def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
+    waiting = ""
+    for block in blocks:
         waiting += block
-        while len(waiting) > size or (waiting and not block):
-            end = len(waiting) if len(waiting) <= size else waiting.rfind("\n", size // 2, size) + 1 or size
-            yield TextRecord(id=f"{name}#{number}", content=waiting[:end], **fields)
-            waiting, number = waiting[end:], number + 1
+        while len(waiting) > size:
+            end = waiting.rfind("\n", size // 2, size) + 1 or size
+            yield waiting[:end]
+            waiting = waiting[end:]
+    if waiting:
+        yield waiting
 
 
 def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
