@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit
 from tests.checkpoint.threads import SharedRankGroup
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
@@ -37,11 +37,8 @@ def write(checkpoints: CheckpointStore, *steps: int, lineage: Lineage = UNKNOWN_
         checkpoints.write(step, tensors, replace(TRAINING_STATE, **changes), lineage, RankGroup())
 
 
-def flip_a_bit(checkpoints: CheckpointStore, step: int) -> None:
-    shard = next(checkpoints.path(step).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+def damage(checkpoints: CheckpointStore, step: int) -> None:
+    flip_a_bit(next(checkpoints.path(step).glob("*.distcp")))
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +61,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 10**9, c
 
 def test_damaged_checkpoints_do_not_displace_valid_ones(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, keep=2), 100, 200, 300)
-    flip_a_bit(CheckpointStore(tmp_path), 300)
+    damage(CheckpointStore(tmp_path), 300)
     checkpoints = CheckpointStore(tmp_path, keep=2)  # a new process, which knows nothing yet
     write(checkpoints, 400)
     assert [step for step in checkpoints.steps() if checkpoints.is_valid(step)] == [200, 400]
@@ -76,7 +73,7 @@ def test_the_best_is_one_that_is_valid(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, keep=1, keep_best=1)
     write(checkpoints, 1, bits_per_byte=2.0)
     write(CheckpointStore(tmp_path, keep=2, keep_best=1), 2, bits_per_byte=1.0)
-    flip_a_bit(checkpoints, 2)
+    damage(checkpoints, 2)
     write(CheckpointStore(tmp_path, keep=1, keep_best=1), 3)
     assert checkpoints.steps() == [1, 3]
 
@@ -180,7 +177,7 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
 def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(CheckpointStore(tmp_path, keep=3), 100, 200)
     checkpoints = CheckpointStore(tmp_path, keep=2)
-    flip_a_bit(checkpoints, 200)
+    damage(checkpoints, 200)
     unreadable(monkeypatch, 100)
     write(checkpoints, 300)
     assert checkpoints.steps() == [100, 200, 300]
@@ -365,8 +362,8 @@ def test_the_newest_checkpoint_is_of_the_current_history(tmp_path: Path) -> None
     write(checkpoints, 900, 1000, lineage=line[:1])
     write(checkpoints, 950, lineage=line)
     assert checkpoints.newest_valid(line) == 950
-    flip_a_bit(checkpoints, 950)
+    damage(checkpoints, 950)
     assert checkpoints.newest_valid(line) == 900
-    flip_a_bit(checkpoints, 900)
+    damage(checkpoints, 900)
     assert checkpoints.newest_valid(line) == 1000  # better than none
     assert checkpoints.newest_valid() == 1000

@@ -102,8 +102,7 @@ class SlotHeader:
     """The marker of a slot; one that is not finished has only step and lineage."""
 
     step: int
-    lineage: SavedLineage | None = None
-    """None if it was written before histories were kept."""
+    lineage: SavedLineage
     time: float | None = None
     layout: str | None = None
     hash: str | None = None
@@ -420,8 +419,7 @@ def find_staged_slots(directory: Path) -> list[StagedSlot]:
 def drop_abandoned_slots(directory: Path, lineage: Lineage) -> None:
     """Invalidate states that ``lineage`` does not contain."""
     for slot in find_staged_slots(directory):
-        header = slot.header
-        if header.lineage is None or not contains_state(lineage, header.step, header.lineage[-1].history):
+        if not contains_state(lineage, slot.header.step, slot.header.lineage[-1].history):
             slot.data.with_suffix(".json").unlink(missing_ok=True)
 
 

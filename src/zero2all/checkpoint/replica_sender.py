@@ -143,7 +143,6 @@ class ReplicaSender:
     def _send(self, offer: _Offer, address: Address) -> int:
         header, slot = offer.header, offer.slot
         assert slot.path is not None
-        assert header.lineage is not None
         layout, data = _read_layout(slot.path), slot.data.numpy().data
 
         def before_block(count: int) -> None:
@@ -156,10 +155,8 @@ class ReplicaSender:
         before_block(0)
         with connect_peer(address, self._secret) as peer:
             history = header.lineage[-1].history
-            request = Request(
-                "store", self._rank, self._world_size, header.step, history, len(layout), len(data), header
-            )
-            peer.send(request)
+            sizes = (len(layout), len(data))
+            peer.send(Request("store", self._rank, self._world_size, header.step, history, *sizes, header))
             _raise_problem(peer.receive(Reply), address)  # before anything is sent for nothing
             peer.send_bytes(layout, before_block)
             peer.send_bytes(data, before_block)

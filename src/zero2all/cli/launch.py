@@ -198,13 +198,13 @@ IslandsEndpoint = Annotated[
     ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
-JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
+JobFile = Literal["slurm", "k8s"]
 Emit = Annotated[
     JobFile | None,
     typer.Option(
         "--emit",
-        help="Print a job file instead of running: a script for Slurm, an Indexed Job for Kubernetes (k8s), or a "
-        "TrainJob or PyTorchJob for Kubeflow. Default: run here.",
+        help="Print a job file instead of running: a script for Slurm, or an Indexed Job for Kubernetes (k8s). "
+        "Default: run here.",
     ),
 ]
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.", hidden=True)]
@@ -322,15 +322,9 @@ def _uses_gpus(rank_command: list[str]) -> bool:
 
 
 def _job_file(launch_config: LaunchConfig, emit: JobFile, resources: JobResources) -> str:
-    from zero2all.elastic import job_files
+    from zero2all.elastic.job_files import indexed_job, slurm_script
 
-    emitters = {
-        "slurm": job_files.slurm_script,
-        "k8s": job_files.indexed_job,
-        "trainjob": job_files.train_job,
-        "pytorchjob": job_files.pytorch_job,
-    }
-    return emitters[emit](launch_config, resources)
+    return (slurm_script if emit == "slurm" else indexed_job)(launch_config, resources)
 
 
 def _serve_rendezvous(rank_command: list[str] | None, listen: str | None, secret_file: Path | None) -> Result:

@@ -36,6 +36,7 @@ from zero2all.doctor.reachability import (
     Unreachable,
     ephemeral_ports,
     probe,
+    unreachable,
 )
 from zero2all.doctor.topology import Nic, read_nics
 from zero2all.environment import collective_backend
@@ -140,14 +141,8 @@ class NetCheck:
     ) -> Direction:
         if problem is None:
             return Direction(self.number, other, bytes_per_second=rate)
-        try:
-            here = source_address_towards(target.address, target.port)
-        except OSError:
-            here = "?"
         mapped = target.purpose == "store" and target.address != node.data.address
-        return Direction(
-            self.number, other, Unreachable(socket.gethostname(), here, node.name, target, problem, mapped)
-        )
+        return Direction(self.number, other, unreachable(node.name, target, problem, mapped, own_address="?"))
 
 
 def data_address(master: str) -> tuple[str, str]:
@@ -261,9 +256,7 @@ def nccl_findings(
     measured: list[PairMeasurement], directions: list[Direction], names: Mapping[int, str]
 ) -> list[Finding]:
     """Pairs between which TCP works and NCCL does not."""
-    broken = {
-        (min(one.source, one.node), max(one.source, one.node)) for one in directions if one.unreachable is not None
-    }
+    broken = {frozenset((one.source, one.node)) for one in directions if one.unreachable is not None}
     return [
         Finding(
             "bad",
@@ -272,7 +265,7 @@ def nccl_findings(
             "try NCCL_IB_DISABLE=1, then NCCL_P2P_DISABLE=1; if it still hangs: z2a launch --backend gloo (slower)",
         )
         for (one, other), how in bad_pairs(measured).items()
-        if (one, other) not in broken
+        if {one, other} not in broken
     ]
 
 

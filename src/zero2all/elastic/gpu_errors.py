@@ -112,9 +112,8 @@ class GpuErrorPoll:
     ...     agent.run()
     """
 
-    def __init__(self, errors: GpuErrors, report: Callable[[GpuFault], None], interval: float | None = None) -> None:
+    def __init__(self, errors: GpuErrors, report: Callable[[GpuFault], None]) -> None:
         self._errors, self._report = errors, report
-        self._interval = POLL_INTERVAL if interval is None else interval
         self._reported: set[tuple[str, str]] = set()
         self._stop = threading.Event()
         # nvidia-smi takes seconds on a sick node, so it must not block the loop that detects failures.
@@ -137,7 +136,7 @@ class GpuErrorPoll:
                 self._report(fault)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(POLL_INTERVAL):
             self.poll()
 
 
