@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
 from zero2all import connection
-from zero2all.checkpoint import replica_server
+from zero2all.checkpoint import replica_sender, replica_server
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.peers import connect_peer
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
@@ -301,13 +302,14 @@ def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_
     assert steps_held(tmp_path) == [20, 30]
 
 
-def test_the_rate_is_bounded() -> None:
+def test_the_rate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    limit = RateLimit(100.0, lambda: clock[0], sleep)
+    monkeypatch.setattr(replica_sender, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    limit = RateLimit(100.0)
     for _ in range(11):
         limit.take(50)
     assert clock[0] == pytest.approx(5.0)

@@ -40,12 +40,7 @@ class SharedRankGroup(RankGroup):
         found = self.collect(function)
         return self.on_rank0(lambda: summarize(found))
 
-    def scatter(
-        self,
-        function: Callable[[], T],
-        assign: Callable[[list[T]], Sequence[R]],
-        while_waiting: Callable[[], None] | None = None,
-    ) -> R:
+    def scatter(self, function: Callable[[], T], assign: Callable[[list[T]], Sequence[R]]) -> R:
         found = self.collect(function)
         return self.on_rank0(lambda: assign(found))[self.rank]
 

@@ -21,24 +21,18 @@ from zero2all.units import show_bytes
 class RateLimit:
     """A token bucket: ``take`` sleeps until that many bytes may be sent. None: no limit."""
 
-    def __init__(
-        self,
-        bytes_per_second: float | None,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._rate, self._now, self._sleep = bytes_per_second, now, sleep
-        self._free_at = now()
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate, self._free_at = bytes_per_second, time.monotonic()
 
     def take(self, count: int) -> None:
         if self._rate is None:
             return
-        now = self._now()
+        now = time.monotonic()
         # A pause earns no burst: the link is shared with gradients.
         begin = max(now, self._free_at)
         self._free_at = begin + count / self._rate
         if begin > now:
-            self._sleep(begin - now)
+            time.sleep(begin - now)
 
 
 class _OverwrittenError(Exception):

@@ -257,10 +257,7 @@ class RestorePointFinder:
         return copied
 
     def _rescan(
-        self,
-        mine: dict[SlotReport, StagedSlot],
-        arrived: set[SlotPart],
-        unfetchable: set[tuple[int, SlotPart]],
+        self, mine: dict[SlotReport, StagedSlot], arrived: set[SlotPart], unfetchable: set[tuple[int, SlotPart]]
     ) -> None:
         """Add what was copied here, and keep what is known about the rest."""
         known = {(slot.data, _part(report)): report for report, slot in mine.items() if _part(report) not in arrived}

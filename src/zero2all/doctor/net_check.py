@@ -224,16 +224,10 @@ def direction_findings(directions: list[Direction], names: Mapping[int, str]) ->
     median = statistics.median(rates.values())
     slow = {pair for pair, rate in rates.items() if rate < SLOW_SHARE * median}
     shown = rates if len(rates) <= MAX_SHOWN else {pair: rates[pair] for pair in slow}
+    fix = f"others reach {show_bytes(median)}/s: check cable, switch port and other traffic"
     for (source, node), rate in sorted(shown.items()):
-        findings.append(
-            finding_if(
-                (source, node) in slow,
-                "note",
-                f"{names[source]} to {names[node]}",
-                f"{show_bytes(rate)}/s",
-                f"others reach {show_bytes(median)}/s: check cable, switch port and other traffic",
-            )
-        )
+        what = f"{names[source]} to {names[node]}"
+        findings.append(finding_if((source, node) in slow, "note", what, f"{show_bytes(rate)}/s", fix))
     if len(rates) > MAX_SHOWN:
         findings.append(Finding("good", "bandwidth", f"{show_bytes(median)}/s (median of {len(rates)} directions)"))
     return findings
@@ -257,13 +251,9 @@ def nccl_findings(
 ) -> list[Finding]:
     """Pairs between which TCP works and NCCL does not."""
     broken = {frozenset((one.source, one.node)) for one in directions if one.unreachable is not None}
+    fix = "try NCCL_IB_DISABLE=1, then NCCL_P2P_DISABLE=1; if it still hangs: z2a launch --backend gloo (slower)"
     return [
-        Finding(
-            "bad",
-            f"NCCL between {names[one]} and {names[other]}",
-            f"{how}, although TCP works",
-            "try NCCL_IB_DISABLE=1, then NCCL_P2P_DISABLE=1; if it still hangs: z2a launch --backend gloo (slower)",
-        )
+        Finding("bad", f"NCCL between {names[one]} and {names[other]}", f"{how}, although TCP works", fix)
         for (one, other), how in bad_pairs(measured).items()
         if {one, other} not in broken
     ]

@@ -114,14 +114,9 @@ def diagnose_pairs(measurements: list[PairMeasurement], names: dict[int, str], c
             text = f"{how}, and both are healthy with others"
             findings.append(Finding("bad", f"link {one} to {other}", text, "check the route between them"))
     for number in sorted(unclear):
-        findings.append(
-            Finding(
-                "bad",
-                f"node {names[number]}",
-                "no good exchange with anybody, and too few good nodes to compare with",
-                "it or its partners: check the network, and run again with more nodes",
-            )
-        )
+        why = "no good exchange with anybody, and too few good nodes to compare with"
+        remedy = "it or its partners: check the network, and run again with more nodes"
+        findings.append(Finding("bad", f"node {names[number]}", why, remedy))
     skewed = {
         measurement.there: measurement.skew
         for measurement in measurements

@@ -138,21 +138,13 @@ class ReachCheck:
         with ThreadPoolExecutor(len(tries)) as pool:
             results = list(pool.map(try_one, tries))
         own = [] if self.was_checked else [self.assignment.rank]
-        return [
-            FailedProbe(
-                unreachable(
-                    nodes[peer].name,
-                    target,
-                    result.problem,
-                    nodes[peer].is_mapped,
-                    self.address.local,
-                    nodes[peer].overlay_endpoint,
-                ),
-                own + ([] if nodes[peer].was_checked else [peer]),
-            )
-            for (peer, target), result in zip(tries, results, strict=True)
-            if result.problem is not None
-        ]
+        failed = []
+        for (peer, target), result in zip(tries, results, strict=True):
+            if result.problem is not None:
+                node, local = nodes[peer], self.address.local
+                way = unreachable(node.name, target, result.problem, node.is_mapped, local, node.overlay_endpoint)
+                failed.append(FailedProbe(way, own + ([] if node.was_checked else [peer])))
+        return failed
 
     def _collect(self, found: list[FailedProbe]) -> ReachReport:
         for one in found:
