@@ -7,8 +7,6 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
 from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit
-from tests.checkpoint.threads import SharedRankGroup
+from tests.checkpoint.threads import run_threads
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
 from zero2all.checkpoint.state_dict import training_state_dict
@@ -104,43 +102,13 @@ def test_states_of_an_abandoned_history_do_not_count(tmp_path: Path) -> None:
     assert checkpoints.steps() == [350, 400]
 
 
-class Ranks:
-    """Threads that act as the ranks of a group: if one fails, all do."""
-
-    def __init__(self, world_size: int) -> None:
-        self.found: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size)
-
-    def gather(self, rank: int, function: Callable[[], Any]) -> list[Any]:
-        try:
-            self.found[rank] = function()
-        except Exception as error:
-            self.found[rank] = error
-        self.barrier.wait(60)
-        found = list(self.found)
-        self.barrier.wait(60)
-        for failed, value in enumerate(found):
-            if isinstance(value, Exception):
-                raise value if failed == rank else Z2aError(f"{value} (on rank {failed})")
-        return found
-
-
-class Rank(SharedRankGroup):
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.world_size = ranks, rank, len(ranks.found)
-
-    def collect(self, function: Callable[[], Any]) -> list[Any]:
-        return self.ranks.gather(self.rank, function)
-
-
 def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, keep=3), 100, 200, 300)
     damaged = CheckpointStore(tmp_path).path(200) / "state.json"  # the last of three files by name: the third rank's
     damaged.write_text(damaged.read_text().replace("200", "201"))
-    ranks, kept = Ranks(3), [CheckpointStore(tmp_path, keep=2) for _ in range(3)]
+    kept = [CheckpointStore(tmp_path, keep=2) for _ in range(3)]
     kept[0].verify(300)  # the first knows more than the others
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda rank: kept[rank]._apply_retention(300, Rank(ranks, rank)), range(3), timeout=120))
+    run_threads(3, lambda ranks: kept[ranks.rank]._apply_retention(300, ranks))
     assert kept[0].steps() == [100, 200, 300]
     assert [100 in checkpoints._verified for checkpoints in kept] == [True] * 3
 
@@ -148,7 +116,7 @@ def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> No
 def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it in a collective, until its time-out."""
     pytest.importorskip("fsspec")
-    ranks, saving, rank_of = Ranks(3), [], threading.local()
+    saving, rank_of = [], threading.local()
     staging = checkpoint_store.staging_dir
 
     def full_on_one() -> AbstractContextManager[Path]:
@@ -159,19 +127,15 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
     monkeypatch.setattr(checkpoint_store, "staging_dir", full_on_one)
     monkeypatch.setattr(checkpoint_store.CheckpointWriter, "write", lambda *args, **kwargs: saving.append(rank_of.rank))
 
-    def save(rank: int) -> str:
-        rank_of.rank = rank
+    def save(ranks: RankGroup) -> str:
+        rank_of.rank = ranks.rank
         checkpoints = CheckpointStore(to_path("memory://no-space-to-stage/checkpoints"))
         with pytest.raises((OSError, Z2aError), match="No space left") as failed:
-            checkpoints.write(1, {}, TRAINING_STATE, UNKNOWN_LINEAGE, Rank(ranks, rank))
+            checkpoints.write(1, {}, TRAINING_STATE, UNKNOWN_LINEAGE, ranks)
         return str(failed.value)
 
-    with ThreadPoolExecutor(3) as threads:
-        found = [threads.submit(save, rank) for rank in range(3)]
-        wait(found, timeout=120)
+    assert run_threads(3, save) == ["[Errno 28] No space left on device: '/tmp'"] * 3
     assert saving == []
-    reason = "[Errno 28] No space left on device: '/tmp'"
-    assert [each.result(0) for each in found] == [f"{reason} (on rank 1)", reason, f"{reason} (on rank 1)"]
 
 
 def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,6 +372,12 @@ def remove_stale_ranks(directory: Path, history: str) -> None:
             shutil.rmtree(found, ignore_errors=True)
 
 
+def map_slot(path: Path) -> Tensor:
+    """The bytes of a slot; what is written to them does not reach the file."""
+    with open(path, "rb") as stream:
+        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class StagedSlot:
     """A slot as its marker describes it, readable by any process."""
@@ -388,15 +394,11 @@ class StagedSlot:
         if self.header.hash is None:
             return "was not finished"
         try:
-            with open(self.data, "rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            if (
-                len(mapped) % HASH_BLOCK == 0
-                and slot_checksum(torch.frombuffer(mapped, dtype=torch.uint8)) == self.header.hash
-            ):
-                return None
+            data = map_slot(self.data)
         except (OSError, ValueError):
             return "cannot be read"
+        if len(data) % HASH_BLOCK == 0 and slot_checksum(data) == self.header.hash:
+            return None
         return "does not match its checksum"
 
     def shard_specs(self) -> list[ShardSpec]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,7 +29,7 @@ from zero2all.elastic.flight_recorder import (
 )
 from zero2all.elastic.heartbeat import DevicePosition, HeartbeatStatus
 from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_request_path, dump_thread_path, stacks_path
-from zero2all.processes import read_text
+from zero2all.processes import program_output, read_text
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
@@ -219,15 +217,7 @@ def _has_collectives(directory: Path, local: int) -> bool:
 
 def _py_spy(pid: int) -> str:
     """From outside, if it is installed: for a rank that does not answer."""
-    if (program := shutil.which("py-spy")) is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=10
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout
+    return program_output("py-spy", "dump", "--nonblocking", "--pid", str(pid), timeout=10)
 
 
 def _main_thread(stack: str) -> str:
