@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
 from zero2all.checkpoint.peers import connect_peer
@@ -137,7 +136,7 @@ class ReplicaSender:
     def _send(self, offer: _Offer, address: Address) -> int:
         header, slot = offer.header, offer.slot
         assert slot.path is not None
-        layout, data = _read_layout(slot.path), slot.data.numpy().data
+        layout, data = memoryview(slot.path.with_name(LAYOUT_FILE).read_bytes()), slot.data.numpy().data
 
         def before_block(count: int) -> None:
             if slot.header is not header:
@@ -177,7 +176,3 @@ class ReplicaSender:
 def _raise_problem(reply: Reply, address: Address) -> None:
     if reply.problem is not None:
         raise RejectedStateError(f"{address.host} replied: {reply.problem}")
-
-
-def _read_layout(slot: Path) -> memoryview:
-    return memoryview(slot.with_name(LAYOUT_FILE).read_bytes())

@@ -300,7 +300,7 @@ def measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch
         group = _group(store, rank, device)
         _gather(group, torch.zeros(1, device=device))  # connects
         clocks = _gather(group, torch.tensor([time.time()], dtype=torch.float64, device=device))
-        size = probe_bytes(device)
+        size = GPU_PROBE_BYTES if device.type == "cuda" else CPU_PROBE_BYTES
         data = torch.full((size // 4,), float(rank), device=device)
         times = []
         for _ in range(REPEATS):
@@ -312,10 +312,6 @@ def measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch
         return PairMeasurement(number, other, min(times), float(clocks[1 - rank] - clocks[rank]))
     except RuntimeError:
         return PairMeasurement(number, other, None)
-
-
-def probe_bytes(device: torch.device) -> int:
-    return GPU_PROBE_BYTES if device.type == "cuda" else CPU_PROBE_BYTES
 
 
 def _group(store: Store, rank: int, device: torch.device) -> Any:

@@ -93,9 +93,8 @@ def collect_stacks(
         if all(_has_stacks(directory, local) for local in stopped):
             for local in stopped:
                 os.kill(pids[local], signal.SIGSTOP)
-            if all(
-                _has_stacks(directory, local) and _has_collectives(directory, local) for local in pids.keys() - stopped
-            ):
+            running = pids.keys() - stopped
+            if all(_has_stacks(directory, one) and collectives_path(directory, one).exists() for one in running):
                 break
         time.sleep(0.01)
     found = []
@@ -209,10 +208,6 @@ def _send_request(directory: Path, local: int, request: bytes) -> None:
 
 def _has_stacks(directory: Path, local: int) -> bool:
     return "most recent call first" in read_text(stacks_path(directory, local))
-
-
-def _has_collectives(directory: Path, local: int) -> bool:
-    return collectives_path(directory, local).exists()
 
 
 def _py_spy(pid: int) -> str:
