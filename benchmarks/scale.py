@@ -23,10 +23,10 @@ from typing import Any
 
 from benchmarks.common import benchmark_parser, peak_bytes, show, wall_seconds
 from tests.chaos.scale_model import simulate
-from zero2all.checkpoint.lineage import Branch
 
 from zero2all.checkpoint.rank_tree import RankTree
 from zero2all.checkpoint.restore import DurableReport, RankReport, SlotReport, decide_restore
+from zero2all.checkpoint.training_state import Branch
 from zero2all.io import write_manifest
 from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.tokens.sample_order import SampleOrder

@@ -23,13 +23,11 @@ from zero2all.gpu_specs import GPUS, Gpu, find_gpu, lookup_gpu
 MPS = "mps"
 """The device type of a Mac's GPU (Metal)."""
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_DETERMINISTIC = (
-    ":4096:8",
-    ":16:8",
-)  # the two that torch takes for deterministic; the second is smaller and slower
+# The two that torch takes for deterministic; the second is smaller and slower.
+CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
 _LONGEST_PRODUCT_SECONDS = 5.0
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -199,11 +197,11 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         else:
             has_bf16 = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_tile")
             precision = "bf16" if has_bf16 else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return DTYPES[precision]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 @functools.cache
@@ -218,7 +216,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pea
     size = {"cuda": 8192, MPS: 4096}.get(device.type) or _cpu_product_size(dtype)
     others = OtherCpuUse()
     flops = measure_matmul_flops(device, dtype, size)
-    source = f"{_DTYPE_NAMES[dtype]} matrix products of {size} measured here"
+    source = f"{dtype_name(dtype)} matrix products of {size} measured here"
     note = busy_note(others.share()) if device.type == "cpu" else ""
     if note:
         source += f" while {note}, so MFU and HFU are too high"

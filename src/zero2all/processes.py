@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -141,6 +142,15 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def program_output(*words: str, timeout: float, check: bool = False) -> str:
+    """What a program prints; empty if it is not installed or does not answer, and with ``check`` if it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout, check=check)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def process_start_time() -> float:

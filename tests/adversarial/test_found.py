@@ -41,7 +41,7 @@ def test_deep_nesting_in_the_manifest_of_a_token_store(tmp_path: Path) -> None:
 
 
 def test_a_staged_slot_with_a_damaged_header_is_none_and_the_others_are_found(tmp_path: Path) -> None:
-    good = b'{"step": 1, "lineage": null, "hash": null, "state": null}'
+    good = b'{"step": 1, "lineage": [["a1", 0]], "hash": null, "state": null}'
     for rank, header in enumerate((DEEP, good, b'{"step": ' + DEEP, b'{"step": "x"}')):
         (tmp_path / f"rank-{rank}-of-4").mkdir()
         (tmp_path / f"rank-{rank}-of-4" / "slot-0.json").write_bytes(header)

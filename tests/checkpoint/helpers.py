@@ -5,8 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from zero2all.checkpoint import TrainingState
+import torch
+from torch import nn
+
+from zero2all.checkpoint import (
+    CheckpointCallbacks,
+    CheckpointManager,
+    CheckpointStore,
+    RankGroup,
+    ReplicaOptions,
+    TrainingState,
+)
 from zero2all.checkpoint.training_state import GuardState, RopeState
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps
@@ -16,6 +27,35 @@ from zero2all.train.data_loader import PADDING_SOURCE, Batch
 TRAINING_STATE = TrainingState(
     stages=[], tokenizer="", model={}, optimizer="adamw", rope=RopeState(1e4, None), guard=GuardState(-1, [], [])
 )
+
+
+def tiny_manager(
+    root: Path,
+    memory: Path | None = None,
+    rank_group: RankGroup | None = None,
+    storage: CheckpointStore | None = None,
+    replicas: ReplicaOptions | None = None,
+    **callbacks: Any,
+) -> CheckpointManager:
+    """Of one layer. ``memory``: where states in memory are. ``callbacks`` are fields of ``CheckpointCallbacks``."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    return CheckpointManager(
+        storage or CheckpointStore(root / "checkpoints"), memory, root, model, [optimizer], rank_group or RankGroup(),
+        callbacks=CheckpointCallbacks(**callbacks), replicas=replicas,
+    )  # fmt: skip
+
+
+def weight_of(manager: CheckpointManager) -> torch.Tensor:
+    """The weight of the model of ``tiny_manager``."""
+    assert isinstance(manager.model, nn.Linear)
+    return manager.model.weight.data
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 class CrashError(Exception):

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup, flash
+from zero2all.checkpoint import CheckpointStore, RankGroup, flash
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.console import console
 from zero2all.elastic.heartbeat import Heartbeat, create_heartbeat
@@ -25,11 +24,6 @@ from zero2all.track import RunRecord
 from zero2all.track.run_record import AppendFile
 from zero2all.track.sinks import AsyncWriter
 from zero2all.train import train
-
-
-def make_model() -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
-    model = nn.Linear(8, 8, bias=False)
-    return model, [torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)]
 
 
 class SlowStorage(CheckpointStore):
@@ -53,11 +47,8 @@ def test_slots_of_ranks_that_moved_away_are_removed(tmp_path: Path) -> None:
 
     def start(nodes: str) -> None:
         def rank(rank_group: RankGroup) -> None:
-            model, optimizers = make_model()
             directory = tmp_path / nodes[rank_group.rank] / "z2a-key-0"
-            manager = CheckpointManager(
-                Rank0Store(tmp_path / "durable"), directory, tmp_path, model, optimizers, rank_group
-            )
+            manager = tiny_manager(tmp_path, directory, rank_group, Rank0Store(tmp_path / "durable"))
             found = manager.find_restore_point()
             if found is not None:
                 manager.load(found)
@@ -89,9 +80,8 @@ def test_without_space_in_memory_a_flash_step_does_not_wait_for_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
-    manager = CheckpointManager(storage, tmp_path / "memory" / "z2a-key-0", tmp_path, model, optimizers, RankGroup())
+    manager = tiny_manager(tmp_path, tmp_path / "memory" / "z2a-key-0", storage=storage)
     manager.save(1, TRAINING_STATE, durable=True)
     assert storage.started.wait(60)
     saved = threading.Thread(target=manager.save, args=(2, TRAINING_STATE, False), daemon=True)
@@ -113,7 +103,6 @@ def test_without_space_in_memory_a_flash_step_does_not_wait_for_storage(
 def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.HEARTBEAT_INTERVAL", 0.01)
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.LOG_INTERVAL", 0.02)
-    model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
     heartbeat, seen = create_heartbeat(tmp_path, 0), []
     heartbeat(41)
@@ -125,8 +114,7 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
         if len(seen) == 3:
             storage.done.set()
 
-    callbacks = CheckpointCallbacks(on_wait=on_wait)
-    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup(), callbacks=callbacks)
+    manager = tiny_manager(tmp_path, storage=storage, on_wait=on_wait)
     manager.save(1, TRAINING_STATE, durable=True)
     manager.finish_pending_write()
     assert len(seen) >= 3
@@ -137,11 +125,9 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
 def test_storage_that_never_responds_is_a_hang_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.HEARTBEAT_INTERVAL", 0.01)
     monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.COLLECTIVE_TIMEOUT", timedelta(0))
-    model, optimizers = make_model()
     storage = SlowStorage(tmp_path / "durable")
     heartbeats: list[int] = []
-    callbacks = CheckpointCallbacks(on_wait=lambda: heartbeats.append(1))
-    manager = CheckpointManager(storage, None, tmp_path, model, optimizers, RankGroup(), callbacks=callbacks)
+    manager = tiny_manager(tmp_path, storage=storage, on_wait=lambda: heartbeats.append(1))
     manager.save(1, TRAINING_STATE, durable=True)
     threading.Timer(0.2, storage.done.set).start()
     manager.finish_pending_write()
@@ -171,17 +157,8 @@ def test_a_run_sends_heartbeats_while_it_waits_for_storage(
 def test_a_state_that_the_record_lags_behind_is_not_committed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizers = make_model()
     record_written = iter((True, True, False, False))
-    manager = CheckpointManager(
-        CheckpointStore(tmp_path / "durable"),
-        tmp_path / "z2a-key-0",
-        tmp_path,
-        model,
-        optimizers,
-        RankGroup(),
-        callbacks=CheckpointCallbacks(before_commit=lambda: next(record_written)),
-    )
+    manager = tiny_manager(tmp_path, tmp_path / "z2a-key-0", before_commit=lambda: next(record_written))
     for step in (10, 20, 30, 40):
         manager.save(step, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
@@ -197,18 +174,9 @@ def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) 
     """The run's record is rank 0's: one that lags on another rank is no reason to lose the state of all."""
 
     def rank(rank_group: RankGroup) -> int | None:
-        model, optimizers = make_model()
         directory = tmp_path / f"node-{rank_group.rank}" / "z2a-key-0"
-        callbacks = CheckpointCallbacks(before_commit=lambda: rank_group.rank == 0)
-        manager = CheckpointManager(
-            Rank0Store(tmp_path / "durable"),
-            directory,
-            tmp_path,
-            model,
-            optimizers,
-            rank_group,
-            callbacks=callbacks,
-        )
+        storage = Rank0Store(tmp_path / "durable")
+        manager = tiny_manager(tmp_path, directory, rank_group, storage, before_commit=lambda: rank_group.rank == 0)
         manager.begin_history(None)
         for step in (10, 20, 30, 40):
             manager.save(step, TRAINING_STATE, durable=False)
@@ -222,10 +190,7 @@ def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) 
 def test_a_rank_with_a_quiet_console_logs_that_its_state_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizers = make_model()
-    manager = CheckpointManager(
-        CheckpointStore(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, RankGroup()
-    )
+    manager = tiny_manager(tmp_path, tmp_path / "z2a-key-0")
     manager.save(10, TRAINING_STATE, durable=False)
     manager.wait_until_saved()
     monkeypatch.setattr(console, "quiet", True)
@@ -260,10 +225,7 @@ def test_lines_that_were_lost_do_not_hold_up_states_for_good(tmp_path: Path, mon
 
 
 def test_a_state_without_a_marker_is_overwritten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizers = make_model()
-    manager = CheckpointManager(
-        CheckpointStore(tmp_path / "durable"), tmp_path / "z2a-key-0", tmp_path, model, optimizers, RankGroup()
-    )
+    manager = tiny_manager(tmp_path, tmp_path / "z2a-key-0")
     replace = Path.replace
     for step, full in ((10, False), (20, False), (30, True), (40, True)):
         monkeypatch.setattr(Path, "replace", no_space if full else replace)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from tests.checkpoint.helpers import TRAINING_STATE, crashed, losses
+from tests.checkpoint.helpers import TRAINING_STATE, crashed, flip_a_bit, losses, tiny_manager
 from tests.conftest import tiny_recipe
 from tests.processes import run_preloaded
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, flash
+from zero2all.checkpoint import flash
 from zero2all.errors import Interrupted
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run, TrainerHooks, train
@@ -136,11 +135,7 @@ def test_a_damaged_state_is_skipped(
     marker = next(path for path in memory(recipe).glob("*/slot-*.json") if json.loads(path.read_text())["step"] == 6)
     data = marker.with_suffix(".bin")
     if damage == "bit":
-        with open(data, "r+b") as stream:
-            stream.seek(4000)
-            byte = stream.read(1)[0] ^ 4
-            stream.seek(4000)
-            stream.write(bytes([byte]))
+        flip_a_bit(data)
     elif damage == "truncated":
         os.truncate(data, data.stat().st_size - 4096)
     elif damage == "missing":
@@ -156,8 +151,6 @@ def test_a_damaged_state_is_skipped(
 
 
 def test_another_run_in_the_same_directory_never_restores_an_old_state(recipe: Recipe, uninterrupted: Run) -> None:
-    import shutil
-
     crashed(recipe, 7)
     shutil.rmtree(recipe.run_dir)
     assert train(recipe).resumed_at == 0
@@ -265,23 +258,16 @@ def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
 ) -> None:
     directory = tmp_path / "z2a-key-0"
 
-    def make_manager() -> CheckpointManager:
-        model = nn.Linear(4, 4, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        return CheckpointManager(
-            CheckpointStore(tmp_path / "durable"), directory, tmp_path, model, [optimizer], RankGroup()
-        )
-
-    first = make_manager()
+    first = tiny_manager(tmp_path, directory)
     first.begin_history(None)
     first.save(10, TRAINING_STATE, durable=False)
     first.wait_until_saved()
-    again = make_manager().find_restore_point()
+    again = tiny_manager(tmp_path, directory).find_restore_point()
     assert again is not None
     assert again.step == 10
     with monkeypatch.context() as patch:
         tamper(how, directory, patch)
-        manager = make_manager()
+        manager = tiny_manager(tmp_path, directory)
         assert manager.find_restore_point() is None
         manager.begin_history(None)
         assert [slot.header.step for slot in flash.find_staged_slots(directory)] == [10], "a link may lead anywhere"

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager, weight_of
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, RankGroup
 from zero2all.io import sha256_file
@@ -46,30 +44,25 @@ class Cluster:
         """One rank on each node: restore, train to the given steps, and be killed."""
 
         def rank(rank_group: RankGroup) -> Start:
-            manager, model = self.manager(rank_group, nodes)
+            manager = self.manager(rank_group, nodes)
             found = manager.find_restore_point()
             if found is None:
                 manager.begin_history(None)
                 at = Start(0, "from scratch", 0.0)
             else:
                 manager.load(found)
-                at = Start(found.step, found.location, model.weight[0, 0].item())
+                at = Start(found.step, found.location, weight_of(manager)[0, 0].item())
             for step in sorted({*flash, *durable}):
-                with torch.no_grad():
-                    model.weight.fill_(weight)
+                weight_of(manager).fill_(weight)
                 manager.save(step, TRAINING_STATE, step in durable)
                 manager.wait_until_saved()
             return at
 
         return run_threads(len(nodes), rank)
 
-    def manager(self, rank_group: RankGroup, nodes: str) -> tuple[CheckpointManager, nn.Linear]:
-        model = nn.Linear(4, 4, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    def manager(self, rank_group: RankGroup, nodes: str) -> CheckpointManager:
         directory = self.memory(nodes[rank_group.rank])
-        return CheckpointManager(
-            self.checkpoints(), directory, self.root / "run", model, [optimizer], rank_group
-        ), model
+        return tiny_manager(self.root / "run", directory, rank_group, self.checkpoints())
 
 
 @pytest.fixture
@@ -140,7 +133,7 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
     shutil.copytree(cluster.memory("B"), cluster.root / "B of before")
 
     def rank(rank_group: RankGroup) -> None:
-        manager, model = cluster.manager(rank_group, "AB")
+        manager = cluster.manager(rank_group, "AB")
         found = manager.find_restore_point()
         assert found is not None
         manager.load(found)
@@ -152,8 +145,7 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
         assert back.step == 990
         assert manager.lineage[:-1] == before[:-1]
         assert manager.lineage[-1] != before[-1]
-        with torch.no_grad():
-            model.weight.fill_(5.0)
+        weight_of(manager).fill_(5.0)
         manager.save(1000, replace(TRAINING_STATE, skipped=[994]), durable=False)
         manager.wait_until_saved()
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zero2all.checkpoint.lineage import Branch
 
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import RankGroup, rank_group, rank_tree
@@ -27,6 +26,7 @@ from zero2all.checkpoint.dcp_writer import KEY_DTYPE, _pack_writers
 from zero2all.checkpoint.rank_tree import RankTree, pack, unpack
 from zero2all.checkpoint.restore import RankReport, SlotReport
 from zero2all.checkpoint.restore_point import RestorePointFinder
+from zero2all.checkpoint.training_state import Branch
 from zero2all.torch_private import HashStore
 
 

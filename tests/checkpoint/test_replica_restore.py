@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager, weight_of
 from tests.checkpoint.test_histories import KEY
 from tests.checkpoint.threads import Rank0Store, run_threads
-from zero2all.checkpoint import CheckpointManager, RankGroup, ReplicaOptions, replicas
+from zero2all.checkpoint import RankGroup, ReplicaOptions, replicas
 from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.inspection import list_checkpoints
 from zero2all.checkpoint.restore import RankReport, SlotReport, decide_restore
@@ -41,13 +40,9 @@ class Cluster:
         """A rank for each letter: restore, save these steps, be killed. Returns what each rank restored."""
 
         def rank(rank_group: RankGroup) -> tuple[int, str, float]:
-            model = torch.nn.Linear(4, 4, bias=False)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
             directory = self.memory(nodes[rank_group.rank])
             options = ReplicaOptions(self.copies)
-            manager = CheckpointManager(
-                self.checkpoints, directory, self.root / "run", model, [optimizer], rank_group, replicas=options
-            )
+            manager = tiny_manager(self.root / "run", directory, rank_group, self.checkpoints, options)
             try:
                 found = manager.find_restore_point()
                 at = (0, "from scratch", 0.0)
@@ -55,12 +50,11 @@ class Cluster:
                     manager.begin_history(None)
                 else:
                     manager.load(found)
-                    at = (found.step, found.location, model.weight[0, 0].item())
+                    at = (found.step, found.location, weight_of(manager)[0, 0].item())
                 assert manager.decision is not None
                 self.reasons.append(manager.decision.reason)
                 for step in steps:
-                    with torch.no_grad():
-                        model.weight.fill_(step + rank_group.rank / 8)
+                    weight_of(manager).fill_(step + rank_group.rank / 8)
                     manager.save(step, TRAINING_STATE, durable=False)
                     manager.wait_until_saved()
                     assert manager.replicas is None or manager.replicas.wait(30)

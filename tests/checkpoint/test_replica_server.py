@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
 from zero2all import connection
-from zero2all.checkpoint import replica_server
+from zero2all.checkpoint import replica_sender, replica_server
 from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
 from zero2all.checkpoint.peers import connect_peer
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
@@ -32,12 +33,9 @@ from zero2all.checkpoint.training_state import Branch, Lineage, SentReplica
 from zero2all.connection import (
     GREETING_BYTES,
     HELLO_BYTES,
-    MAGIC,
-    NONCE_BYTES,
     REFUSED,
     Address,
     Connection,
-    SignedSession,
     TamperedError,
     receive_exactly,
 )
@@ -110,24 +108,6 @@ def test_a_peer_with_another_secret_gets_and_leaves_nothing(
     with pytest.raises(TamperedError, match="another job secret"):
         fetch_state(server.address, b"x" * 32, Request("fetch", 0, 2, 10, "a"), tmp_path / "x", SIZE)
     assert steps_held(tmp_path / "there") == []
-
-
-def test_a_server_that_does_not_know_the_secret_is_not_trusted() -> None:
-    """It cannot prove it: it would get the states of this rank, or give it others."""
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-
-        def welcome() -> None:
-            found, _ = impostor.accept()
-            with found:
-                found.sendall(MAGIC + bytes(NONCE_BYTES))
-                receive_exactly(found, HELLO_BYTES)
-                found.sendall(b"\1" + bytes(32))
-
-        thread = threading.Thread(target=welcome)
-        thread.start()
-        with pytest.raises(TamperedError, match="does not know the job secret"):
-            connect_peer(Address("127.0.0.1", impostor.getsockname()[1]), SECRET)
-        thread.join()
 
 
 def store(slot: Slot, **changes: Any) -> Request:
@@ -322,13 +302,14 @@ def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_
     assert steps_held(tmp_path) == [20, 30]
 
 
-def test_the_rate_is_bounded() -> None:
+def test_the_rate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    limit = RateLimit(100.0, lambda: clock[0], sleep)
+    monkeypatch.setattr(replica_sender, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    limit = RateLimit(100.0)
     for _ in range(11):
         limit.take(50)
     assert clock[0] == pytest.approx(5.0)
@@ -336,19 +317,3 @@ def test_the_rate_is_bounded() -> None:
     for _ in range(3):
         limit.take(50)
     assert clock[0] == pytest.approx(106.0)
-
-
-@pytest.mark.parametrize("attack", ["changed", "replayed"])
-def test_blocks_that_are_changed_or_replayed_are_refused(attack: str) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        session = SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=False)
-        receiver = Connection(theirs, SignedSession(b"secret", b"a" * 32, b"b" * 32, is_server=True))
-        block, got = b"weights!", bytearray(8)
-        frame = session.frame_head(block) + block
-        ours.sendall(frame)
-        receiver.receive_bytes(memoryview(got))
-        assert bytes(got) == block
-        ours.sendall(frame if attack == "replayed" else session.frame_head(block) + b"Weights!")
-        with pytest.raises(TamperedError):
-            receiver.receive_bytes(memoryview(got))

@@ -7,8 +7,6 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,8 @@ import torch
 from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
-from tests.checkpoint.helpers import TRAINING_STATE
-from tests.checkpoint.threads import SharedRankGroup
+from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit
+from tests.checkpoint.threads import run_threads
 from tests.conftest import tiny_recipe
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
 from zero2all.checkpoint.state_dict import training_state_dict
@@ -37,11 +35,8 @@ def write(checkpoints: CheckpointStore, *steps: int, lineage: Lineage = UNKNOWN_
         checkpoints.write(step, tensors, replace(TRAINING_STATE, **changes), lineage, RankGroup())
 
 
-def flip_a_bit(checkpoints: CheckpointStore, step: int) -> None:
-    shard = next(checkpoints.path(step).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+def damage(checkpoints: CheckpointStore, step: int) -> None:
+    flip_a_bit(next(checkpoints.path(step).glob("*.distcp")))
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +59,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 10**9, c
 
 def test_damaged_checkpoints_do_not_displace_valid_ones(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, keep=2), 100, 200, 300)
-    flip_a_bit(CheckpointStore(tmp_path), 300)
+    damage(CheckpointStore(tmp_path), 300)
     checkpoints = CheckpointStore(tmp_path, keep=2)  # a new process, which knows nothing yet
     write(checkpoints, 400)
     assert [step for step in checkpoints.steps() if checkpoints.is_valid(step)] == [200, 400]
@@ -76,7 +71,7 @@ def test_the_best_is_one_that_is_valid(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, keep=1, keep_best=1)
     write(checkpoints, 1, bits_per_byte=2.0)
     write(CheckpointStore(tmp_path, keep=2, keep_best=1), 2, bits_per_byte=1.0)
-    flip_a_bit(checkpoints, 2)
+    damage(checkpoints, 2)
     write(CheckpointStore(tmp_path, keep=1, keep_best=1), 3)
     assert checkpoints.steps() == [1, 3]
 
@@ -107,43 +102,13 @@ def test_states_of_an_abandoned_history_do_not_count(tmp_path: Path) -> None:
     assert checkpoints.steps() == [350, 400]
 
 
-class Ranks:
-    """Threads that act as the ranks of a group: if one fails, all do."""
-
-    def __init__(self, world_size: int) -> None:
-        self.found: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size)
-
-    def gather(self, rank: int, function: Callable[[], Any]) -> list[Any]:
-        try:
-            self.found[rank] = function()
-        except Exception as error:
-            self.found[rank] = error
-        self.barrier.wait(60)
-        found = list(self.found)
-        self.barrier.wait(60)
-        for failed, value in enumerate(found):
-            if isinstance(value, Exception):
-                raise value if failed == rank else Z2aError(f"{value} (on rank {failed})")
-        return found
-
-
-class Rank(SharedRankGroup):
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.world_size = ranks, rank, len(ranks.found)
-
-    def collect(self, function: Callable[[], Any]) -> list[Any]:
-        return self.ranks.gather(self.rank, function)
-
-
 def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, keep=3), 100, 200, 300)
     damaged = CheckpointStore(tmp_path).path(200) / "state.json"  # the last of three files by name: the third rank's
     damaged.write_text(damaged.read_text().replace("200", "201"))
-    ranks, kept = Ranks(3), [CheckpointStore(tmp_path, keep=2) for _ in range(3)]
+    kept = [CheckpointStore(tmp_path, keep=2) for _ in range(3)]
     kept[0].verify(300)  # the first knows more than the others
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda rank: kept[rank]._apply_retention(300, Rank(ranks, rank)), range(3), timeout=120))
+    run_threads(3, lambda ranks: kept[ranks.rank]._apply_retention(300, ranks))
     assert kept[0].steps() == [100, 200, 300]
     assert [100 in checkpoints._verified for checkpoints in kept] == [True] * 3
 
@@ -151,7 +116,7 @@ def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> No
 def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it in a collective, until its time-out."""
     pytest.importorskip("fsspec")
-    ranks, saving, rank_of = Ranks(3), [], threading.local()
+    saving, rank_of = [], threading.local()
     staging = checkpoint_store.staging_dir
 
     def full_on_one() -> AbstractContextManager[Path]:
@@ -162,25 +127,21 @@ def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pyt
     monkeypatch.setattr(checkpoint_store, "staging_dir", full_on_one)
     monkeypatch.setattr(checkpoint_store.CheckpointWriter, "write", lambda *args, **kwargs: saving.append(rank_of.rank))
 
-    def save(rank: int) -> str:
-        rank_of.rank = rank
+    def save(ranks: RankGroup) -> str:
+        rank_of.rank = ranks.rank
         checkpoints = CheckpointStore(to_path("memory://no-space-to-stage/checkpoints"))
         with pytest.raises((OSError, Z2aError), match="No space left") as failed:
-            checkpoints.write(1, {}, TRAINING_STATE, UNKNOWN_LINEAGE, Rank(ranks, rank))
+            checkpoints.write(1, {}, TRAINING_STATE, UNKNOWN_LINEAGE, ranks)
         return str(failed.value)
 
-    with ThreadPoolExecutor(3) as threads:
-        found = [threads.submit(save, rank) for rank in range(3)]
-        wait(found, timeout=120)
+    assert run_threads(3, save) == ["[Errno 28] No space left on device: '/tmp'"] * 3
     assert saving == []
-    reason = "[Errno 28] No space left on device: '/tmp'"
-    assert [each.result(0) for each in found] == [f"{reason} (on rank 1)", reason, f"{reason} (on rank 1)"]
 
 
 def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(CheckpointStore(tmp_path, keep=3), 100, 200)
     checkpoints = CheckpointStore(tmp_path, keep=2)
-    flip_a_bit(checkpoints, 200)
+    damage(checkpoints, 200)
     unreadable(monkeypatch, 100)
     write(checkpoints, 300)
     assert checkpoints.steps() == [100, 200, 300]
@@ -365,8 +326,8 @@ def test_the_newest_checkpoint_is_of_the_current_history(tmp_path: Path) -> None
     write(checkpoints, 900, 1000, lineage=line[:1])
     write(checkpoints, 950, lineage=line)
     assert checkpoints.newest_valid(line) == 950
-    flip_a_bit(checkpoints, 950)
+    damage(checkpoints, 950)
     assert checkpoints.newest_valid(line) == 900
-    flip_a_bit(checkpoints, 900)
+    damage(checkpoints, 900)
     assert checkpoints.newest_valid(line) == 1000  # better than none
     assert checkpoints.newest_valid() == 1000

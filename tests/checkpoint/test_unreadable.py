@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import zero2all.checkpoint.checkpoint_manager as manager_module
 import zero2all.checkpoint.integrity as integrity
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.checkpoint import CheckpointManager, DamagedStateError, RankGroup, checkpoint_store
 from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
@@ -30,9 +28,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_manager(root: Path, rank_group: RankGroup) -> CheckpointManager:
-    model = nn.Linear(4, 4, bias=False)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)]
-    return CheckpointManager(Rank0Store(root / "checkpoints"), None, root, model, optimizers, rank_group)
+    return tiny_manager(root, rank_group=rank_group, storage=Rank0Store(root / "checkpoints"))
 
 
 def trained(root: Path, *steps: int) -> None:
@@ -116,16 +112,13 @@ def test_a_damaged_checkpoint_is_still_skipped(tmp_path: Path) -> None:
     assert restored(tmp_path) == [900]
 
 
-def flip_a_bit(root: Path, step: int, name: str = "__0_0.distcp") -> None:
-    shard = root / "checkpoints" / f"step-{step:08}" / name
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+def damage(root: Path, step: int, name: str = "__0_0.distcp") -> None:
+    flip_a_bit(root / "checkpoints" / f"step-{step:08}" / name)
 
 
 def test_a_state_whose_checksum_is_wrong_is_not_read(tmp_path: Path) -> None:
     trained(tmp_path, 900, 1000)
-    flip_a_bit(tmp_path, 1000, "state.json")
+    damage(tmp_path, 1000, "state.json")
     found = make_manager(tmp_path, RankGroup()).find_restore_point()
     assert found is not None
     assert found.step == 900
@@ -134,20 +127,20 @@ def test_a_state_whose_checksum_is_wrong_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_flipped_bit_is_found_while_the_state_is_loaded(ranks: int, tmp_path: Path) -> None:
     trained(tmp_path, 900, 1000)
-    flip_a_bit(tmp_path, 1000)
+    damage(tmp_path, 1000)
     assert restored(tmp_path, ranks) == [900] * ranks
 
 
 def test_the_only_checkpoint_is_verified_before_it_overwrites_the_weights(tmp_path: Path) -> None:
     trained(tmp_path, 1000)
-    flip_a_bit(tmp_path, 1000)
+    damage(tmp_path, 1000)
     assert restored(tmp_path) == [None]
 
 
 def test_if_all_are_damaged_training_does_not_start_with_overwritten_weights(tmp_path: Path) -> None:
     trained(tmp_path, 900, 1000)
-    flip_a_bit(tmp_path, 900)
-    flip_a_bit(tmp_path, 1000)
+    damage(tmp_path, 900)
+    damage(tmp_path, 1000)
     with pytest.raises(Z2aError, match="no valid state is left"):
         restored(tmp_path)
 

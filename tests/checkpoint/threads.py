@@ -17,41 +17,8 @@ R = TypeVar("R")
 _LOCK = threading.RLock()
 
 
-class SharedRankGroup(RankGroup):
-    """A ``RankGroup`` whose ranks share one memory: ``collect`` gives each the results of all."""
-
-    def collect(self, function: Callable[[], T]) -> list[T]:
-        raise NotImplementedError
-
-    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
-        return self.collect(function)[self.rank]
-
-    def reduce(
-        self, function: Callable[[], T], combine: Callable[[T, T], T], while_waiting: Callable[[], None] | None = None
-    ) -> T:
-        return functools.reduce(combine, self.collect(function))
-
-    def gather(
-        self,
-        function: Callable[[], T],
-        summarize: Callable[[list[T]], R],
-        while_waiting: Callable[[], None] | None = None,
-    ) -> R:
-        found = self.collect(function)
-        return self.on_rank0(lambda: summarize(found))
-
-    def scatter(
-        self,
-        function: Callable[[], T],
-        assign: Callable[[list[T]], Sequence[R]],
-        while_waiting: Callable[[], None] | None = None,
-    ) -> R:
-        found = self.collect(function)
-        return self.on_rank0(lambda: assign(found))[self.rank]
-
-
-class ThreadRankGroup(SharedRankGroup):
-    """A ``RankGroup``, for the threads of ``run_threads``."""
+class ThreadRankGroup(RankGroup):
+    """A ``RankGroup`` for the threads of ``run_threads``: ``collect`` gives each the results of all."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, shared: list[Any]) -> None:
         self.rank, self.world_size = rank, world_size
@@ -73,6 +40,27 @@ class ThreadRankGroup(SharedRankGroup):
             if reason is not None:
                 raise Z2aError(reason)
         return [value for value, _ in results]
+
+    def on_all_ranks(self, function: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
+        return self.collect(function)[self.rank]
+
+    def reduce(
+        self, function: Callable[[], T], combine: Callable[[T, T], T], while_waiting: Callable[[], None] | None = None
+    ) -> T:
+        return functools.reduce(combine, self.collect(function))
+
+    def gather(
+        self,
+        function: Callable[[], T],
+        summarize: Callable[[list[T]], R],
+        while_waiting: Callable[[], None] | None = None,
+    ) -> R:
+        found = self.collect(function)
+        return self.on_rank0(lambda: summarize(found))
+
+    def scatter(self, function: Callable[[], T], assign: Callable[[list[T]], Sequence[R]]) -> R:
+        found = self.collect(function)
+        return self.on_rank0(lambda: assign(found))[self.rank]
 
 
 class Rank0Store(CheckpointStore):

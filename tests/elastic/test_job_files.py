@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.chaos.simulated_nodes import simulated_nodes, simulation_unavailable_reason
 from zero2all.cli.main import app
-from zero2all.elastic.job_files import JobResources, indexed_job, pytorch_job, slurm_script, train_job
+from zero2all.elastic.job_files import JobResources, indexed_job, slurm_script
 from zero2all.elastic.job_secret import new_secret
 from zero2all.elastic.launcher import LaunchConfig
 from zero2all.errors import UsageError, Z2aError
@@ -78,13 +78,10 @@ def test_a_job_requests_a_gpu_for_each_rank_unless_the_recipe_is_for_the_cpu(
     Path("my.yaml").write_text("name: small\ntrain: {steps: 5}\n")
     Path("cpu.yaml").write_text(CPU_RECIPE)
     words = ["launch", "--nproc-per-node", "8", "--nnodes", "2", "--emit"]
-    found = {
-        kind: CliRunner().invoke(app, [*words, kind, "--", *command]).stdout for kind in ("slurm", "k8s", "trainjob")
-    }
+    found = {kind: CliRunner().invoke(app, [*words, kind, "--", *command]).stdout for kind in ("slurm", "k8s")}
     asked = [line for line in found["slurm"].splitlines() if line.startswith("#SBATCH --gpus-per-node")]
     assert asked == ([f"#SBATCH --gpus-per-node={gpus}"] if gpus else [])
-    for kind in ("k8s", "trainjob"):
-        assert (f"nvidia.com/gpu: {gpus}\n" in found[kind]) == bool(gpus)
+    assert (f"nvidia.com/gpu: {gpus}\n" in found["k8s"]) == bool(gpus)
 
 
 def run_script(script: str, tmp_path: Path, srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -192,22 +189,6 @@ def test_the_schema_of_kubernetes_accepts_the_job(nodes: tuple[int, int]) -> Non
     wrong["spec"]["podFailurePolicies"] = wrong["spec"].pop("podFailurePolicy")
     with pytest.raises(validate.ValidationError):
         validate.validate(wrong, "1.31", strict=True)
-
-
-def test_jobs_of_kubeflow() -> None:
-    job = yaml.safe_load(emit("trainjob"))
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
-    assert trainer["command"] == ["torchrun", "--no-python", "z2a", *WORDS]
-    job = yaml.safe_load(pytorch_job(LaunchConfig(WORDS, procs=8, nodes=(4, 4)), PLAIN))
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
-    container = replicas["Worker"]["template"]["spec"]["containers"][0]
-    assert container["name"] == "pytorch", "the operator looks for this name"
-    assert container["command"][-3:] == WORDS
-    with pytest.raises(UsageError, match="leave out --hang-after, --rdzv-endpoint: in a Kubeflow job torchrun"):
-        train_job(LaunchConfig(WORDS, 8, (2, 2), "head:1", hang_after=3600), PLAIN)
 
 
 def test_the_name_of_a_pod_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

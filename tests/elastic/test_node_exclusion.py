@@ -241,7 +241,7 @@ def test_xids_of_the_kernel_log_since_the_start() -> None:
 def test_new_memory_errors_in_the_driver_s_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [["00000000:3B:00.0", "2", "No"], ["00000000:5E:00.0", "[N/A]", "No"]]
     monkeypatch.setattr("zero2all.elastic.gpu_errors._read_counters", lambda: rows)
-    monkeypatch.setattr("zero2all.elastic.gpu_errors._run", lambda *command: "")
+    monkeypatch.setattr("zero2all.elastic.gpu_errors.program_output", lambda *words, timeout: "")
     errors = GpuErrors(since=0.0)
     assert errors.faults() == [], "they were there before"
     rows[0][1], rows[1][2] = "5", "Yes"

@@ -99,12 +99,8 @@ class CheckpointManager:
         """``replica_group`` has the ranks that hold the same state as this one. ``replicas``: those of states in
         memory, on other nodes. ``sync`` is what gradients are synchronized with, if that keeps a state."""
         self.replica_group = replica_group
-        self.checkpoints, self.flash_directory, self.run_directory, self.rank_group = (
-            checkpoints,
-            flash_directory,
-            run_directory,
-            rank_group,
-        )
+        self.checkpoints, self.rank_group = checkpoints, rank_group
+        self.flash_directory, self.run_directory = flash_directory, run_directory
         self.model, self.optimizers, self.sync = model, optimizers, sync
         self.callbacks = callbacks or CheckpointCallbacks()
         self.lineage = extend_lineage((), 0, rank_group.on_rank0(new_history_id))

@@ -11,7 +11,6 @@ States in memory are read by ``SlotReader``.
 from __future__ import annotations
 
 import math
-import mmap
 import pickle
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -40,7 +39,7 @@ from torch.futures import Future
 from torch.futures import Future as TorchFuture
 
 from zero2all.checkpoint.chunk_index import DTYPES, INDEX_FILE, ChunkIndex, Region
-from zero2all.checkpoint.flash import ShardSpec, StagedSlot
+from zero2all.checkpoint.flash import ShardSpec, StagedSlot, map_slot
 from zero2all.checkpoint.integrity import DamagedError, read_manifest_of_checkpoint
 from zero2all.checkpoint.pickle_scan import call_with_stack_for, check_numbers
 from zero2all.errors import Z2aError
@@ -372,9 +371,7 @@ class SlotReader(StorageReader):
         for item in plan.items:
             path, spec = self._shard_locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
             if path not in opened:
-                with open(path, "rb") as stream:
-                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                opened[path] = torch.frombuffer(mapped, dtype=torch.uint8)
+                opened[path] = map_slot(path)
             source = spec.view(opened[path])
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(dimension, start, length)

@@ -102,8 +102,7 @@ class SlotHeader:
     """The marker of a slot; one that is not finished has only step and lineage."""
 
     step: int
-    lineage: SavedLineage | None = None
-    """None if it was written before histories were kept."""
+    lineage: SavedLineage
     time: float | None = None
     layout: str | None = None
     hash: str | None = None
@@ -373,6 +372,12 @@ def remove_stale_ranks(directory: Path, history: str) -> None:
             shutil.rmtree(found, ignore_errors=True)
 
 
+def map_slot(path: Path) -> Tensor:
+    """The bytes of a slot; what is written to them does not reach the file."""
+    with open(path, "rb") as stream:
+        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class StagedSlot:
     """A slot as its marker describes it, readable by any process."""
@@ -389,15 +394,11 @@ class StagedSlot:
         if self.header.hash is None:
             return "was not finished"
         try:
-            with open(self.data, "rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            if (
-                len(mapped) % HASH_BLOCK == 0
-                and slot_checksum(torch.frombuffer(mapped, dtype=torch.uint8)) == self.header.hash
-            ):
-                return None
+            data = map_slot(self.data)
         except (OSError, ValueError):
             return "cannot be read"
+        if len(data) % HASH_BLOCK == 0 and slot_checksum(data) == self.header.hash:
+            return None
         return "does not match its checksum"
 
     def shard_specs(self) -> list[ShardSpec]:
@@ -420,8 +421,7 @@ def find_staged_slots(directory: Path) -> list[StagedSlot]:
 def drop_abandoned_slots(directory: Path, lineage: Lineage) -> None:
     """Invalidate states that ``lineage`` does not contain."""
     for slot in find_staged_slots(directory):
-        header = slot.header
-        if header.lineage is None or not contains_state(lineage, header.step, header.lineage[-1].history):
+        if not contains_state(lineage, slot.header.step, slot.header.lineage[-1].history):
             slot.data.with_suffix(".json").unlink(missing_ok=True)
 
 

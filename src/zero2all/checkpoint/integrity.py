@@ -151,7 +151,11 @@ def check_with_retries(check: Callable[[], None]) -> IntegrityResult:
 
 def read_manifest_of_checkpoint(path: Path) -> CheckpointManifest:
     """The manifest, whatever it says. Raises if there is none, or a damaged one."""
-    return _parse_manifest((path / MANIFEST).read_bytes())
+    data = (path / MANIFEST).read_bytes()  # a failed read is no damage
+    try:
+        return parse_record(CheckpointManifest, decode_json(data), MANIFEST)
+    except (ValueError, Z2aError):
+        raise DamagedError(f"{MANIFEST} is damaged") from None
 
 
 def _read_manifest(path: Path, step: int) -> CheckpointManifest:
@@ -166,14 +170,6 @@ def _read_manifest(path: Path, step: int) -> CheckpointManifest:
     if not manifest.files:
         raise DamagedError(f"{MANIFEST} lists no files")
     return manifest
-
-
-def _parse_manifest(data: bytes) -> CheckpointManifest:
-    """A failed read is no damage, so it happens outside."""
-    try:
-        return parse_record(CheckpointManifest, decode_json(data), MANIFEST)
-    except (ValueError, Z2aError):
-        raise DamagedError(f"{MANIFEST} is damaged") from None
 
 
 def _sizes_and_etags(path: Path) -> tuple[dict[str, int], dict[str, str]]:

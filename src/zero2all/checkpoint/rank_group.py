@@ -90,19 +90,13 @@ class RankGroup:
             outcome = self._tree.broadcast(outcome)
         return cast(R, _value(outcome, own_error))
 
-    def scatter(
-        self,
-        function: Callable[[], T],
-        assign: Callable[[list[T]], Sequence[R]],
-        while_waiting: Callable[[], None] | None = None,
-    ) -> R:
+    def scatter(self, function: Callable[[], T], assign: Callable[[list[T]], Sequence[R]]) -> R:
         """This rank's item of what ``assign`` makes of the results of all ranks, in the order of ranks, on rank 0."""
         if self._tree is None:
             return assign([function()])[0]
         outcome, own_error = _attempt(self.rank, lambda: {self.rank: function()})
-        with _calling_regularly(while_waiting):
-            outcome, own_error = self._use_on_rank0(self._tree, outcome, own_error, assign)
-            outcome = self._tree.scatter(self._parts(outcome) if self.rank == 0 else {})
+        outcome, own_error = self._use_on_rank0(self._tree, outcome, own_error, assign)
+        outcome = self._tree.scatter(self._parts(outcome) if self.rank == 0 else {})
         return cast(R, _value(outcome, own_error))
 
     def _use_on_rank0(

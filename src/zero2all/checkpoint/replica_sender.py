@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
 from zero2all.checkpoint.peers import connect_peer
@@ -21,24 +20,18 @@ from zero2all.units import show_bytes
 class RateLimit:
     """A token bucket: ``take`` sleeps until that many bytes may be sent. None: no limit."""
 
-    def __init__(
-        self,
-        bytes_per_second: float | None,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._rate, self._now, self._sleep = bytes_per_second, now, sleep
-        self._free_at = now()
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate, self._free_at = bytes_per_second, time.monotonic()
 
     def take(self, count: int) -> None:
         if self._rate is None:
             return
-        now = self._now()
+        now = time.monotonic()
         # A pause earns no burst: the link is shared with gradients.
         begin = max(now, self._free_at)
         self._free_at = begin + count / self._rate
         if begin > now:
-            self._sleep(begin - now)
+            time.sleep(begin - now)
 
 
 class _OverwrittenError(Exception):
@@ -143,8 +136,7 @@ class ReplicaSender:
     def _send(self, offer: _Offer, address: Address) -> int:
         header, slot = offer.header, offer.slot
         assert slot.path is not None
-        assert header.lineage is not None
-        layout, data = _read_layout(slot.path), slot.data.numpy().data
+        layout, data = memoryview(slot.path.with_name(LAYOUT_FILE).read_bytes()), slot.data.numpy().data
 
         def before_block(count: int) -> None:
             if slot.header is not header:
@@ -156,10 +148,8 @@ class ReplicaSender:
         before_block(0)
         with connect_peer(address, self._secret) as peer:
             history = header.lineage[-1].history
-            request = Request(
-                "store", self._rank, self._world_size, header.step, history, len(layout), len(data), header
-            )
-            peer.send(request)
+            sizes = (len(layout), len(data))
+            peer.send(Request("store", self._rank, self._world_size, header.step, history, *sizes, header))
             _raise_problem(peer.receive(Reply), address)  # before anything is sent for nothing
             peer.send_bytes(layout, before_block)
             peer.send_bytes(data, before_block)
@@ -186,7 +176,3 @@ class ReplicaSender:
 def _raise_problem(reply: Reply, address: Address) -> None:
     if reply.problem is not None:
         raise RejectedStateError(f"{address.host} replied: {reply.problem}")
-
-
-def _read_layout(slot: Path) -> memoryview:
-    return memoryview(slot.with_name(LAYOUT_FILE).read_bytes())

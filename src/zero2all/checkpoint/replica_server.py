@@ -65,7 +65,6 @@ class ReplicaSlots:
     def receive(self, header: SlotHeader, layout: bytes, fill: Callable[[memoryview], None]) -> None:
         """Raises an error if the state is not valid; then the slot stays invalid, and the other one as it was."""
         self._check(header, layout)
-        assert header.lineage is not None
         self._set_layout(layout.decode())
         slot = self._slot_to_overwrite(header)
         slot.begin(header.step, header.lineage)
@@ -74,7 +73,7 @@ class ReplicaSlots:
             raise RejectedStateError(f"the state of step {header.step} is rejected: {problem}")
 
     def _check(self, header: SlotHeader, layout: bytes) -> None:
-        if header.step < 0 or header.lineage is None or header.hash is None or header.state is None:
+        if header.step < 0 or header.hash is None or header.state is None:
             raise RejectedStateError("an incomplete marker")
         try:
             specs = parse_record(list[ShardSpec], json.loads(layout.decode()), "the layout of a peer")
@@ -97,15 +96,13 @@ class ReplicaSlots:
 
     def _slot_to_overwrite(self, header: SlotHeader) -> Slot:
         """One without a valid state, or with one that the new state's history has abandoned; else the older one."""
-        assert header.lineage is not None
 
         def worth(slot: Slot) -> int:
             try:
                 held = read_record(SlotHeader, slot.marker)
             except (OSError, Z2aError):
                 return -1
-            assert header.lineage is not None
-            if held.hash is None or held.lineage is None or held.step >= header.step:
+            if held.hash is None or held.step >= header.step:
                 return -1  # the same state again: the one held is damaged
             return held.step if contains_state(header.lineage, held.step, held.lineage[-1].history) else -1
 
@@ -230,8 +227,7 @@ def fetch_state(address: Address, secret: bytes, request: Request, directory: Pa
         reply = peer.receive(Reply)
         if reply.problem is not None or reply.header is None:
             raise RejectedStateError(reply.problem or "no marker")
-        lineage = reply.header.lineage
-        if lineage is None or (reply.header.step, lineage[-1].history) != (request.step, request.history):
+        if (reply.header.step, reply.header.lineage[-1].history) != (request.step, request.history):
             raise RejectedStateError("it sent another state")
         if reply.data_bytes != expected_bytes or not _fits(reply.layout_bytes):
             raise RejectedStateError(f"it sent {reply.data_bytes} bytes, not {expected_bytes}")
@@ -244,9 +240,5 @@ def _fits(layout_bytes: int) -> bool:
 
 def _is_requested(slot: StagedSlot, request: Request) -> bool:
     header = slot.header
-    return header.lineage is not None and (slot.rank, slot.world_size, header.step, header.lineage[-1].history) == (
-        request.rank,
-        request.world_size,
-        request.step,
-        request.history,
-    )
+    found = (slot.rank, slot.world_size, header.step, header.lineage[-1].history)
+    return found == (request.rank, request.world_size, request.step, request.history)

@@ -66,20 +66,15 @@ class Replicas:
         self._sender: ReplicaSender | None = None
 
     @classmethod
-    def connect(
-        cls, options: ReplicaOptions, flash_directory: Path, rank_group: RankGroup, memory: str | None = None
-    ) -> Replicas | None:
-        """Called on all ranks. None if all of them are on one node, where a replica would be lost with the original.
-
-        ``memory`` identifies the memory of this rank's node, if its directory does not.
-        """
+    def connect(cls, options: ReplicaOptions, flash_directory: Path, rank_group: RankGroup) -> Replicas | None:
+        """Called on all ranks. None if all of them are on one node, where a replica would be lost with the original."""
         if rank_group.world_size == 1:
             return None
         secret = os.environ.get(JOB_SECRET_VARIABLE, "").encode()
 
         def identify() -> tuple[str, bool]:
             flash_directory.parent.mkdir(parents=True, exist_ok=True)
-            return memory or memory_id(flash_directory.parent), bool(secret)
+            return memory_id(flash_directory.parent), bool(secret)
 
         try:
             nodes, has_secrets = rank_group.gather(identify, _number_nodes)

@@ -19,7 +19,7 @@ from zero2all.errors import Z2aError
 from zero2all.records import RestoreSummary
 from zero2all.units import show_bytes
 
-StateKey = tuple[int, str | None]
+StateKey = tuple[int, str]
 """Step and history."""
 
 
@@ -30,8 +30,7 @@ class SlotReport:
     rank: int
     world_size: int
     step: int
-    lineage: Lineage | None
-    """None if it was written before histories were recorded."""
+    lineage: Lineage
     layout: str
     """The same rank of the same world size can load it directly if it shards the weights the same way."""
     problem: str | None = None
@@ -41,8 +40,8 @@ class SlotReport:
     """False once another node has failed to copy it."""
 
     @property
-    def history(self) -> str | None:
-        return None if self.lineage is None else self.lineage[-1].history
+    def history(self) -> str:
+        return self.lineage[-1].history
 
 
 @dataclass(frozen=True)
@@ -232,33 +231,28 @@ def decide_restore(
     A checkpoint that cannot be read is not skipped: resuming from an older state would abandon it for good.
     """
     run_lineage = _extend_run_lineage(run_lineage, durable)
-    candidates: list[Candidate] = [*_memory_candidates(ranks), *durable]
+    durable = [report for report in durable if report.step <= max_step]
+    candidates: list[Candidate] = [*(state for state in _memory_candidates(ranks) if state.step <= max_step), *durable]
     nodes = group_by_node(ranks)
     rejected: list[RejectedState] = []
     for candidate in sorted(candidates, key=_newest_first):
-        if candidate.step > max_step:
-            continue
         found = _why_abandoned(candidate, run_lineage) or _choose_or_explain(candidate, ranks, nodes)
         if isinstance(found, RestoreChoice):
             return RestoreDecision(found, _reason(found, len(ranks)), tuple(rejected))
         rejected.append(_reject(candidate, found))
-    for candidate in sorted(durable, key=_newest_first):
-        if candidate.step > max_step:
-            continue
-        found = _choose_or_explain(candidate, ranks, nodes)
+    for report in sorted(durable, key=_newest_first):
+        found = _choose_or_explain(report, ranks, nodes)
         if isinstance(found, RestoreChoice):
-            others = tuple(state for state in rejected if state.subject != f"checkpoint {candidate.path}")
-            reason = (
-                f"{_reason(found, len(ranks))}; of an abandoned history, since no state of the current one is valid"
-            )
-            return RestoreDecision(found, reason, others)
+            others = tuple(state for state in rejected if state.subject != f"checkpoint {report.path}")
+            why = "of an abandoned history, since no state of the current one is valid"
+            return RestoreDecision(found, f"{_reason(found, len(ranks))}; {why}", others)
     return RestoreDecision(None, "no valid state: training starts from scratch", tuple(rejected))
 
 
 @dataclass(frozen=True)
 class _MemoryCandidate:
     step: int
-    lineage: Lineage | None
+    lineage: Lineage
 
 
 Candidate = _MemoryCandidate | DurableReport
@@ -266,7 +260,7 @@ Candidate = _MemoryCandidate | DurableReport
 
 def _memory_candidates(ranks: Sequence[RankReport]) -> list[_MemoryCandidate]:
     """Each state once, keyed by history id: comparing the lineages of a thousand ranks is slow."""
-    candidates: dict[tuple[int, str | None], _MemoryCandidate] = {}
+    candidates: dict[StateKey, _MemoryCandidate] = {}
     for rank in ranks:
         for slot in rank.slots:
             candidates.setdefault((slot.step, slot.history), _MemoryCandidate(slot.step, slot.lineage))
@@ -319,8 +313,6 @@ def _choose_or_explain(
         if candidate.problems or candidate.lineage is None:
             return "; ".join(candidate.problems) or "its lineage cannot be read"
         return RestoreChoice(candidate.step, candidate.lineage, "durable")
-    if candidate.lineage is None:
-        return "written by an older version that kept no history"
     parts = StateParts((candidate.step, candidate.lineage[-1].history), nodes)
     sources: list[tuple[SlotReport, ...]] = [()] * len(ranks)
     missing: list[tuple[int, str]] = []
@@ -339,11 +331,8 @@ def _choose_or_explain(
         return RestoreChoice(candidate.step, candidate.lineage, "memory", tuple(sources), tuple(fetches))
     missing.sort()
     shown = "; ".join(f"{why} (rank {rank})" if len(ranks) > 1 else why for rank, why in missing[:MAX_RANKS_IN_REASON])
-    return (
-        shown
-        if len(missing) <= MAX_RANKS_IN_REASON
-        else f"{shown}; and {len(missing) - MAX_RANKS_IN_REASON} more ranks"
-    )
+    more = len(missing) - MAX_RANKS_IN_REASON
+    return f"{shown}; and {more} more ranks" if more > 0 else shown
 
 
 def _reason(chosen: RestoreChoice, world_size: int) -> str:

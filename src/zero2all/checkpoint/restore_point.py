@@ -80,10 +80,10 @@ class _Share:
 
 
 def _with_short_lineage(slot: SlotReport) -> SlotReport:
-    return slot if slot.lineage is None else replace(slot, lineage=slot.lineage[-1:])
+    return replace(slot, lineage=slot.lineage[-1:])
 
 
-def _with_lineage(slot: SlotReport, lineages: dict[str | None, Lineage | None]) -> SlotReport:
+def _with_lineage(slot: SlotReport, lineages: dict[str, Lineage]) -> SlotReport:
     return replace(slot, lineage=lineages[slot.history])
 
 
@@ -123,7 +123,7 @@ class DamagedStateError(Exception):
 
 
 MAX_ROUNDS = 8  # of copying between nodes, before each reads only what it holds
-SlotPart = tuple[int, int, int, str | None]
+SlotPart = tuple[int, int, int, str]
 
 
 def _part(report: SlotReport) -> SlotPart:
@@ -205,7 +205,7 @@ class RestorePointFinder:
         if (reason := privacy_problem(self.flash_directory)) is not None:
             warn(f"{reason}: it is not used, and a restart resumes from the last durable checkpoint")
             return {}
-        interned: dict[Lineage | None, Lineage | None] = {}  # sent to all ranks: each object is pickled once
+        interned: dict[Lineage, Lineage] = {}  # sent to all ranks: each object is pickled once
         return {
             SlotReport(
                 rank=slot.rank,
@@ -257,10 +257,7 @@ class RestorePointFinder:
         return copied
 
     def _rescan(
-        self,
-        mine: dict[SlotReport, StagedSlot],
-        arrived: set[SlotPart],
-        unfetchable: set[tuple[int, SlotPart]],
+        self, mine: dict[SlotReport, StagedSlot], arrived: set[SlotPart], unfetchable: set[tuple[int, SlotPart]]
     ) -> None:
         """Add what was copied here, and keep what is known about the rest."""
         known = {(slot.data, _part(report)): report for report, slot in mine.items() if _part(report) not in arrived}

@@ -182,13 +182,13 @@ IslandsEndpoint = Annotated[
     ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Run 'z2a doctor' on all nodes first, and stop if a check fails.")]
-JobFile = Literal["slurm", "k8s", "trainjob", "pytorchjob"]
+JobFile = Literal["slurm", "k8s"]
 Emit = Annotated[
     JobFile | None,
     typer.Option(
         "--emit",
-        help="Print a job file instead of running: a script for Slurm, an Indexed Job for Kubernetes (k8s), or a "
-        "TrainJob or PyTorchJob for Kubeflow. Default: run here.",
+        help="Print a job file instead of running: a script for Slurm, or an Indexed Job for Kubernetes (k8s). "
+        "Default: run here.",
     ),
 ]
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job, for --emit.", hidden=True)]
@@ -260,10 +260,11 @@ def launch(
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
-    from zero2all.elastic.job_files import JOB_FILES, JobResources
+    from zero2all.elastic.job_files import JobResources, indexed_job, slurm_script
 
     gpus = nproc_per_node if _uses_gpus(rank_command) else 0
-    text = JOB_FILES[emit](launch_config, JobResources(job_name, gpus, image))
+    write = slurm_script if emit == "slurm" else indexed_job
+    text = write(launch_config, JobResources(job_name, gpus, image))
     return Result({"emit": emit, "text": text}, text)
 
 

@@ -36,6 +36,7 @@ from zero2all.doctor.reachability import (
     Unreachable,
     ephemeral_ports,
     probe,
+    unreachable,
 )
 from zero2all.doctor.topology import Nic, read_nics
 from zero2all.environment import collective_backend
@@ -140,14 +141,8 @@ class NetCheck:
     ) -> Direction:
         if problem is None:
             return Direction(self.number, other, bytes_per_second=rate)
-        try:
-            here = source_address_towards(target.address, target.port)
-        except OSError:
-            here = "?"
         mapped = target.purpose == "store" and target.address != node.data.address
-        return Direction(
-            self.number, other, Unreachable(socket.gethostname(), here, node.name, target, problem, mapped)
-        )
+        return Direction(self.number, other, unreachable(node.name, target, problem, mapped, own_address="?"))
 
 
 def data_address(master: str) -> tuple[str, str]:
@@ -229,16 +224,10 @@ def direction_findings(directions: list[Direction], names: Mapping[int, str]) ->
     median = statistics.median(rates.values())
     slow = {pair for pair, rate in rates.items() if rate < SLOW_SHARE * median}
     shown = rates if len(rates) <= MAX_SHOWN else {pair: rates[pair] for pair in slow}
+    fix = f"others reach {show_bytes(median)}/s: check cable, switch port and other traffic"
     for (source, node), rate in sorted(shown.items()):
-        findings.append(
-            finding_if(
-                (source, node) in slow,
-                "note",
-                f"{names[source]} to {names[node]}",
-                f"{show_bytes(rate)}/s",
-                f"others reach {show_bytes(median)}/s: check cable, switch port and other traffic",
-            )
-        )
+        what = f"{names[source]} to {names[node]}"
+        findings.append(finding_if((source, node) in slow, "note", what, f"{show_bytes(rate)}/s", fix))
     if len(rates) > MAX_SHOWN:
         findings.append(Finding("good", "bandwidth", f"{show_bytes(median)}/s (median of {len(rates)} directions)"))
     return findings
@@ -261,18 +250,12 @@ def nccl_findings(
     measured: list[PairMeasurement], directions: list[Direction], names: Mapping[int, str]
 ) -> list[Finding]:
     """Pairs between which TCP works and NCCL does not."""
-    broken = {
-        (min(one.source, one.node), max(one.source, one.node)) for one in directions if one.unreachable is not None
-    }
+    broken = {frozenset((one.source, one.node)) for one in directions if one.unreachable is not None}
+    fix = "try NCCL_IB_DISABLE=1, then NCCL_P2P_DISABLE=1; if it still hangs: z2a launch --backend gloo (slower)"
     return [
-        Finding(
-            "bad",
-            f"NCCL between {names[one]} and {names[other]}",
-            f"{how}, although TCP works",
-            "try NCCL_IB_DISABLE=1, then NCCL_P2P_DISABLE=1; if it still hangs: z2a launch --backend gloo (slower)",
-        )
+        Finding("bad", f"NCCL between {names[one]} and {names[other]}", f"{how}, although TCP works", fix)
         for (one, other), how in bad_pairs(measured).items()
-        if (one, other) not in broken
+        if {one, other} not in broken
     ]
 
 
@@ -317,7 +300,7 @@ def measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch
         group = _group(store, rank, device)
         _gather(group, torch.zeros(1, device=device))  # connects
         clocks = _gather(group, torch.tensor([time.time()], dtype=torch.float64, device=device))
-        size = probe_bytes(device)
+        size = GPU_PROBE_BYTES if device.type == "cuda" else CPU_PROBE_BYTES
         data = torch.full((size // 4,), float(rank), device=device)
         times = []
         for _ in range(REPEATS):
@@ -329,10 +312,6 @@ def measure_pair(store: Store, number: int, pair: tuple[int, int], device: torch
         return PairMeasurement(number, other, min(times), float(clocks[1 - rank] - clocks[rank]))
     except RuntimeError:
         return PairMeasurement(number, other, None)
-
-
-def probe_bytes(device: torch.device) -> int:
-    return GPU_PROBE_BYTES if device.type == "cuda" else CPU_PROBE_BYTES
 
 
 def _group(store: Store, rank: int, device: torch.device) -> Any:

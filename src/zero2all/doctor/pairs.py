@@ -34,6 +34,10 @@ class PairMeasurement:
     skew: float = 0.0
     """How far the clock of the other is ahead."""
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        return min(self.here, self.there), max(self.here, self.there)
+
 
 def round_robin_rounds(count: int, limit: int | None = None) -> list[list[tuple[int, int]]]:
     """Every node meets every other once, in rounds of concurrent pairs (a round-robin tournament); the first ``limit``
@@ -57,9 +61,7 @@ def bad_pairs(measurements: list[PairMeasurement]) -> dict[tuple[int, int], str]
     """Pairs whose exchange failed or was slow, and how."""
     took: dict[tuple[int, int], list[float | None]] = {}
     for measurement in measurements:
-        took.setdefault(
-            (min(measurement.here, measurement.there), max(measurement.here, measurement.there)), []
-        ).append(measurement.seconds)
+        took.setdefault(measurement.pair, []).append(measurement.seconds)
     known_seconds = {pair: [seconds for seconds in found if seconds is not None] for pair, found in took.items()}
     quickest = min((max(known) for pair, known in known_seconds.items() if len(known) == len(took[pair])), default=0.0)
     bad = {}
@@ -74,10 +76,7 @@ def bad_pairs(measurements: list[PairMeasurement]) -> dict[tuple[int, int], str]
 def healthy_nodes(measurements: list[PairMeasurement]) -> set[int]:
     """Nodes with a good exchange with some other."""
     bad = bad_pairs(measurements)
-    pairs = {
-        (min(measurement.here, measurement.there), max(measurement.here, measurement.there))
-        for measurement in measurements
-    }
+    pairs = {measurement.pair for measurement in measurements}
     return {number for pair in pairs if pair not in bad for number in pair}
 
 
@@ -115,14 +114,9 @@ def diagnose_pairs(measurements: list[PairMeasurement], names: dict[int, str], c
             text = f"{how}, and both are healthy with others"
             findings.append(Finding("bad", f"link {one} to {other}", text, "check the route between them"))
     for number in sorted(unclear):
-        findings.append(
-            Finding(
-                "bad",
-                f"node {names[number]}",
-                "no good exchange with anybody, and too few good nodes to compare with",
-                "it or its partners: check the network, and run again with more nodes",
-            )
-        )
+        why = "no good exchange with anybody, and too few good nodes to compare with"
+        remedy = "it or its partners: check the network, and run again with more nodes"
+        findings.append(Finding("bad", f"node {names[number]}", why, remedy))
     skewed = {
         measurement.there: measurement.skew
         for measurement in measurements

@@ -120,27 +120,15 @@ def compare_devices(device_checks: dict[str, DeviceCheck]) -> list[Finding]:
         median = statistics.median(check.seconds for check in same_kind.values()) if same_kind else 0.0
         for name, check in same_kind.items():
             if check.digest != usual:
-                findings.append(
-                    Finding(
-                        "bad",
-                        name,
-                        f"computes different bits than its peers ({kind})",
-                        "exclude it: its arithmetic is wrong, or its libraries differ",
-                    )
-                )
+                why = f"computes different bits than its peers ({kind})"
+                fix = "exclude it: its arithmetic is wrong, or its libraries differ"
+                findings.append(Finding("bad", name, why, fix))
             elif check.seconds > SLOW_DEVICE_FACTOR * median:
-                findings.append(
-                    Finding(
-                        "note",
-                        name,
-                        f"{check.seconds / median:.1f} times as slow as its peers ({kind})",
-                        "check for heat, a power limit, or other processes",
-                    )
-                )
+                why = f"{check.seconds / median:.1f} times as slow as its peers ({kind})"
+                findings.append(Finding("note", name, why, "check for heat, a power limit, or other processes"))
         if same_kind:
-            findings.append(
-                Finding("good", "devices", f"{len(same_kind)} of {kind}: a product in {1000 * median:.1f} ms")
-            )
+            why = f"{len(same_kind)} of {kind}: a product in {1000 * median:.1f} ms"
+            findings.append(Finding("good", "devices", why))
     return findings
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from zero2all.connection import Address, Connection, Server, TamperedError, connect, receive_exactly
+from zero2all.network import source_address_towards
 
 CONNECT_TIMEOUT = 4.0  # seconds: the kernel repeats a lost packet after one and after three
 MAX_RECEIVED = 1 << 28  # bytes from one probe
@@ -41,8 +42,7 @@ class Target:
     """What must be open on the node itself for this purpose, if not just ``port``."""
 
     def __str__(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.port}"
+        return str(Address(self.address, self.port))
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,15 @@ class ProbeResult:
     """Why the other node was not reached, if so."""
     bytes_per_second: float | None = None
     """If data was sent."""
+
+
+def unreachable(
+    node: str, target: Target, problem: str, is_mapped: bool, own_address: str, overlay_endpoint: str | None = None
+) -> Unreachable:
+    """A direction that begins on this machine; ``own_address`` is what is shown if there is no route."""
+    with suppress(OSError):
+        own_address = source_address_towards(target.address, target.port)
+    return Unreachable(socket.gethostname(), own_address, node, target, problem, is_mapped, overlay_endpoint)
 
 
 @dataclass(frozen=True)

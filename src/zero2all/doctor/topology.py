@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from zero2all.cpus import SYSFS, NumaNode, pci_numa_node, rank_binding, read_numa_nodes, show_cpu_list
 from zero2all.findings import Finding, finding_if
 from zero2all.hardware import gpu_pci_addresses
-from zero2all.processes import read_text
+from zero2all.processes import program_output, read_text
 from zero2all.units import show_bytes
 
 LINKS = {
@@ -85,8 +85,9 @@ class SmiTopology:
     @classmethod
     def read(cls) -> SmiTopology | None:
         """Of this machine; None without nvidia-smi."""
-        query = _smi("--query-gpu=pci.bus_id", "--format=csv,noheader")
-        return cls(_smi("topo", "-m"), [pci_address(line) for line in query.splitlines()]) if query else None
+        smi = partial(program_output, "nvidia-smi", timeout=30, check=True)
+        query = smi("--query-gpu=pci.bus_id", "--format=csv,noheader")
+        return cls(smi("topo", "-m"), [pci_address(line) for line in query.splitlines()]) if query else None
 
     def links(self, addresses: Sequence[str]) -> dict[tuple[str, str], str]:
         """With GPUs numbered as in ``addresses``."""
@@ -199,13 +200,6 @@ def redirects(bridge: Path) -> bool:
             return bool(int.from_bytes(data[offset + 6 : offset + 8], "little") & ACS_REDIRECTS)
         offset = header >> 20
     return False
-
-
-def _smi(*words: str) -> str:
-    try:
-        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 PeerAccess = Callable[[int, int], bool]

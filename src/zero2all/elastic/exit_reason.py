@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,33 +40,33 @@ _WARNING = re.compile(r"\[W\d* ")
 _TIME_OF_LINE = re.compile(r"\[[EF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+) ProcessGroupNCCL")
 
 
-@dataclass(frozen=True)
-class WatchdogFinding:
-    """Why the watchdog ended a rank."""
+FailureKind = Literal["crash", "out of memory", "hang", "stopped", "wrong usage", "cut off", "ended by the agent"]
+"""``cut off``: the rank lost its connection to another one, which is the cause."""
 
-    kind: Literal["cut off", "crash", "out of memory", "hang"]
+
+@dataclass(frozen=True)
+class ExitReason:
+    kind: FailureKind
     description: str
     time: float = 0.0
-    """When it wrote so, in seconds since the epoch; 0 if its lines have no time. The rank that noticed a time-out first
-    tells where the job stood; the others end within seconds of it."""
+    """When the watchdog wrote so, in seconds since the epoch; 0 if the log does not tell. The rank that noticed a
+    time-out first tells where the job stood; the others end within seconds of it."""
 
 
-def explain_abort(log: Sequence[str]) -> WatchdogFinding | None:
+def explain_abort(log: Sequence[str]) -> ExitReason | None:
     """From the last lines of the log of a rank that ended by SIGABRT; None if NCCL has nothing to do with it."""
     text = "\n".join(log)
     when = _time_of(text)
     if found := _CUDA_ERROR.search(text):  # of a kernel of this rank; the watchdog is only the first to see it
         no_memory = "out of memory" in found[1].lower()
-        return WatchdogFinding("out of memory" if no_memory else "crash", f"its GPU failed: {found[1]}", when)
+        return ExitReason("out of memory" if no_memory else "crash", f"its GPU failed: {found[1]}", when)
     if timed_out := _explain_timeout(text):
-        return WatchdogFinding("cut off", timed_out, when)
+        return ExitReason("cut off", timed_out, when)
     if found := _STUCK.search(text):
         seconds = f" for {found[1]} s" if found[1] else ""
-        return WatchdogFinding(
-            "hang", f"a call of CUDA or NCCL did not return{seconds}: ended by torch's monitor", when
-        )
+        return ExitReason("hang", f"a call of CUDA or NCCL did not return{seconds}: ended by torch's monitor", when)
     if any(_FATAL.search(line) and CONNECTION_LOST.search(line) for line in _joined(log)):
-        return WatchdogFinding("cut off", "lost its connection to another rank: ended by NCCL's watchdog", when)
+        return ExitReason("cut off", "lost its connection to another rank: ended by NCCL's watchdog", when)
     return None
 
 
@@ -111,9 +111,6 @@ def _time_of(text: str) -> float:
         return 0.0
 
 
-FailureKind = Literal["crash", "out of memory", "hang", "stopped", "wrong usage", "cut off", "ended by the agent"]
-"""``cut off``: the rank lost its connection to another one, which is the cause."""
-
 USAGE_ERROR_STATUS = 2
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|Cannot allocate memory", re.IGNORECASE)
 _TIME_OUT = re.compile(r"timed out waiting|collective operation timeout|wait timeout|DistStoreError", re.IGNORECASE)
@@ -125,7 +122,7 @@ _STATUSES = {
     "argument to exit, or a program such as git: see the last log lines",
     255: "exit(-1), or an ssh connection that failed: see the last log lines",
 }
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "killed by another process: the OOM killer (see dmesg), a scheduler or a person",
     signal.SIGSEGV: "segmentation fault: a bug in native code, or bad memory",
     signal.SIGBUS: "bus error: a mapped file was truncated, or /dev/shm is full",
@@ -137,14 +134,6 @@ _SIGNALS = {
 }
 
 
-@dataclass(frozen=True)
-class ExitReason:
-    kind: FailureKind
-    description: str
-    time: float = 0.0
-    """When, in seconds since the epoch, if the log tells."""
-
-
 def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequence[str] = ()) -> ExitReason:
     """``status`` as a shell (137) or Python (-9) reports it; ``message`` is the error of the rank, if it wrote one.
 
@@ -152,13 +141,13 @@ def classify_exit(status: int, message: str, oom_killed: bool = False, log: Sequ
     """
     number = _signal_number(status)
     if number == signal.SIGABRT and (found := explain_abort(log)) is not None:
-        return ExitReason(found.kind, f"{found.description} (exit status 134)", found.time)
+        return replace(found, description=f"{found.description} (exit status 134)")
     if number == signal.SIGKILL and oom_killed:
         return ExitReason("out of memory", "killed by the kernel: the memory limit was reached (exit status 137)")
     if number is not None:
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        words = _SIGNALS.get(signal.Signals(number), "") if number in set(signal.Signals) else ""
-        return ExitReason("crash", f"{name} (exit status {128 + number})" + (f": {words}" if words else ""))
+        words = f": {_SIGNALS[number]}" if number in _SIGNALS else ""
+        return ExitReason("crash", f"{name} (exit status {128 + number}){words}")
     if message.startswith("Interrupted:"):
         return ExitReason("stopped", "stopped gracefully, with its state saved")
     if status == USAGE_ERROR_STATUS:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from zero2all.processes import program_output
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ _SWITCH_LINE = re.compile(
 )
 _LINK_LINE = re.compile(r"^\s{0,20}Link (\d{1,3}): ([A-Za-z ]{1,40}) Errors?: (\d{1,18})\s*$")
 _GPU_LINE = re.compile(r"^(GPU \d{1,4}): ")
+DRIVER_TIMEOUT = 5.0  # seconds: it does not answer on a sick node
 POLL_INTERVAL = 60.0  # seconds: each poll starts nvidia-smi twice
 _COUNTERS = "pci.bus_id,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 
@@ -66,7 +68,7 @@ class GpuFault:
 
 def xid_faults(since: float, log: str | None = None) -> list[GpuFault]:
     """Those in the kernel log; ``since`` in seconds after boot."""
-    log = _run("dmesg") if log is None else log
+    log = program_output("dmesg", timeout=DRIVER_TIMEOUT) if log is None else log
     found = []
     for when, card, number in _XID_LINE.findall(log):
         if float(when) >= since:
@@ -112,9 +114,8 @@ class GpuErrorPoll:
     ...     agent.run()
     """
 
-    def __init__(self, errors: GpuErrors, report: Callable[[GpuFault], None], interval: float | None = None) -> None:
+    def __init__(self, errors: GpuErrors, report: Callable[[GpuFault], None]) -> None:
         self._errors, self._report = errors, report
-        self._interval = POLL_INTERVAL if interval is None else interval
         self._reported: set[tuple[str, str]] = set()
         self._stop = threading.Event()
         # nvidia-smi takes seconds on a sick node, so it must not block the loop that detects failures.
@@ -137,7 +138,7 @@ class GpuErrorPoll:
                 self._report(fault)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(POLL_INTERVAL):
             self.poll()
 
 
@@ -151,24 +152,17 @@ def _uncorrected_errors(rows: list[list[str]]) -> Mapping[str, int]:
 
 def _read_counters() -> list[list[str]]:
     """Card, uncorrected memory errors since the driver was loaded, and whether remapping rows has failed."""
-    lines = _run("nvidia-smi", f"--query-gpu={_COUNTERS}", "--format=csv,noheader").splitlines()
-    rows = [[word.strip() for word in line.split(",")] for line in lines]
+    found = program_output("nvidia-smi", f"--query-gpu={_COUNTERS}", "--format=csv,noheader", timeout=DRIVER_TIMEOUT)
+    rows = [[word.strip() for word in line.split(",")] for line in found.splitlines()]
     return [row for row in rows if len(row) == len(_COUNTERS.split(","))]
 
 
 def _read_link_errors() -> Mapping[tuple[str, str, str], int]:
     """Card, link and kind of error (CRC, replay, recovery), each with its count since the driver was loaded."""
     card, found = "", {}
-    for line in _run("nvidia-smi", "nvlink", "-e").splitlines():
+    for line in program_output("nvidia-smi", "nvlink", "-e", timeout=DRIVER_TIMEOUT).splitlines():
         if heading := _GPU_LINE.match(line):
             card = heading[1]
         elif row := _LINK_LINE.match(line):
             found[card, row[1], row[2]] = int(row[3])
     return found
-
-
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, errors="replace").stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""  # no driver here, or it does not answer

@@ -9,9 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,7 +29,7 @@ from zero2all.elastic.flight_recorder import (
 )
 from zero2all.elastic.heartbeat import DevicePosition, HeartbeatStatus
 from zero2all.elastic.worker import ABORT_REQUEST, collectives_path, dump_request_path, dump_thread_path, stacks_path
-from zero2all.processes import read_text
+from zero2all.processes import program_output, read_text
 
 STARTUP_FACTOR = 5  # multiple of the limit for a step: imports, compilation and loading a checkpoint
 DUMP_TIMEOUT = 2.0  # seconds for ranks to dump their stacks
@@ -95,9 +93,8 @@ def collect_stacks(
         if all(_has_stacks(directory, local) for local in stopped):
             for local in stopped:
                 os.kill(pids[local], signal.SIGSTOP)
-            if all(
-                _has_stacks(directory, local) and _has_collectives(directory, local) for local in pids.keys() - stopped
-            ):
+            running = pids.keys() - stopped
+            if all(_has_stacks(directory, one) and collectives_path(directory, one).exists() for one in running):
                 break
         time.sleep(0.01)
     found = []
@@ -213,21 +210,9 @@ def _has_stacks(directory: Path, local: int) -> bool:
     return "most recent call first" in read_text(stacks_path(directory, local))
 
 
-def _has_collectives(directory: Path, local: int) -> bool:
-    return collectives_path(directory, local).exists()
-
-
 def _py_spy(pid: int) -> str:
     """From outside, if it is installed: for a rank that does not answer."""
-    if (program := shutil.which("py-spy")) is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=10
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout
+    return program_output("py-spy", "dump", "--nonblocking", "--pid", str(pid), timeout=10)
 
 
 def _main_thread(stack: str) -> str:

@@ -1,7 +1,4 @@
-"""Job files for schedulers that run ``z2a launch`` on every node: a script for Slurm, an Indexed Job for Kubernetes.
-
-The files of Kubeflow start their ranks with torchrun, without hang detection and failure reports.
-"""
+"""Job files for schedulers that run ``z2a launch`` on every node: a script for Slurm, an Indexed Job for Kubernetes."""
 
 from __future__ import annotations
 
@@ -193,7 +190,7 @@ def _pod(config: LaunchConfig, resources: JobResources, command: list[str]) -> d
         "command": command,
         "workingDir": WORKSPACE,
         "ports": [{"name": "rendezvous", "containerPort": DEFAULT_PORT}],
-        "resources": {"limits": _limits(config, resources)},
+        "resources": {"limits": {"nvidia.com/gpu": resources.gpus} if resources.gpus else {"cpu": str(config.procs)}},
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "workspace", "mountPath": WORKSPACE},
@@ -217,72 +214,17 @@ def _pod(config: LaunchConfig, resources: JobResources, command: list[str]) -> d
     }
 
 
-def train_job(config: LaunchConfig, resources: JobResources) -> str:
-    """A Kubeflow TrainJob (Trainer v2). Its runtime tells torchrun of nodes and ranks by PET_ variables."""
-    trainer = {
-        "image": resources.image,
-        "numNodes": config.nodes[1],
-        "numProcPerNode": config.procs,
-        "command": _torchrun(config),
-        "resourcesPerNode": {"limits": _limits(config, resources)},
-    }
-    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    return _yaml(_resource("trainer.kubeflow.org/v1alpha1", "TrainJob", resources.name, spec))
-
-
-def pytorch_job(config: LaunchConfig, resources: JobResources) -> str:
-    """The older Kubeflow PyTorchJob (Training Operator v1); it sets the same variables."""
-    container = {
-        "name": "pytorch",
-        "image": resources.image,
-        "command": _torchrun(config),
-        "resources": {"limits": _limits(config, resources)},
-    }
-
-    def replicas(count: int) -> dict[str, Any]:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
-
-    kinds = {"Master": replicas(1)} | ({"Worker": replicas(config.nodes[1] - 1)} if config.nodes[1] > 1 else {})
-    spec = {"nprocPerNode": str(config.procs), "pytorchReplicaSpecs": kinds}
-    return _yaml(_resource("kubeflow.org/v1", "PyTorchJob", resources.name, spec))
-
-
 def _agent_options(config: LaunchConfig, secret_file: Path | None) -> list[str]:
     """The options of ``z2a launch`` on a node, but for the rendezvous."""
     words = ["--nproc-per-node", str(config.procs)]
     if config.nodes[1] > 1:
         words += ["--nnodes", f"{config.nodes[0]}:{config.nodes[1]}"]
         words += [] if secret_file is None else ["--secret-file", str(secret_file)]
-    for option, value in {**_non_default_options(config), "--grace": f"{config.grace:g}"}.items():
-        words += [option, value]
+    for option, name in _OPTIONS.items():
+        value = getattr(config, name)
+        if option == "--grace" or value != getattr(LaunchConfig, name):
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     return [*words, *config.node_policy.arguments()]
-
-
-def _non_default_options(config: LaunchConfig) -> dict[str, str]:
-    given = {option: getattr(config, name) for option, name in _OPTIONS.items()}
-    return {
-        option: f"{value:g}" if isinstance(value, float) else str(value)
-        for option, value in given.items()
-        if value != getattr(LaunchConfig, _OPTIONS[option])
-    }
-
-
-def _torchrun(config: LaunchConfig) -> list[str]:
-    places = {
-        "--rdzv-endpoint": config.rdzv_endpoint, "--rdzv-listen": config.listen, "--advertise": config.advertise,
-        "--secret-file": config.secret_file,
-    }  # fmt: skip
-    given = [*_non_default_options(config), *(option for option, value in places.items() if value is not None)]
-    given += [word for word in config.node_policy.arguments() if word.startswith("--")]
-    if given:
-        raise UsageError(
-            f"leave out {', '.join(given)}: in a Kubeflow job torchrun starts the ranks; '--emit k8s' runs z2a launch"
-        )
-    return ["torchrun", "--no-python", *([] if config.is_script else ["z2a"]), *config.command]
-
-
-def _limits(config: LaunchConfig, resources: JobResources) -> dict[str, Any]:
-    return {"nvidia.com/gpu": resources.gpus} if resources.gpus else {"cpu": str(config.procs)}
 
 
 def _resource(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:

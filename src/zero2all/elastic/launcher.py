@@ -131,11 +131,6 @@ class LaunchConfig:
         """Whether the command is no z2a command."""
         return worker_command(self.command, self.module).is_script
 
-    @property
-    def _checks_network_itself(self) -> bool:
-        """Whether the command is to find out which nodes do not reach each other."""
-        return self.command[0] == "doctor"
-
     def run(self) -> int:
         """Start the ranks of this node and monitor them until the job has ended; the exit status for the CLI."""
         if self.nodes[1] > 1 and self.rdzv_endpoint is None:
@@ -224,9 +219,10 @@ class LaunchConfig:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # the failure reports are clearer
+        checks_network = self.command[0] != "doctor"  # which finds out itself which nodes do not reach each other
         config = RendezvousConfig(
             self.rdzv_endpoint, self.listen, self.advertise, self.secret_file, self.patience, self.node_policy.readmit,
-            excluded, self.listen_ranks, check_network=not self._checks_network_itself, overlay=overlay,
+            excluded, self.listen_ranks, check_network=checks_network, overlay=overlay,
         )  # fmt: skip
         counts = node_counts(self.command, self.procs, self.nodes)
         settings = RendezvousSettings(counts, stragglers=self.node_policy.stragglers)

@@ -22,10 +22,11 @@ from zero2all.doctor.reachability import (
     Unreachable,
     ephemeral_ports,
     probe,
+    unreachable,
 )
 from zero2all.elastic.rendezvous_client import RendezvousStore
 from zero2all.elastic.rendezvous_state import RankAssignment
-from zero2all.network import NodeAddress, source_address_towards
+from zero2all.network import NodeAddress
 from zero2all.records import parse_record
 
 MEETING_TIMEOUT = 8.0  # seconds for the other nodes to begin, and again to finish
@@ -137,23 +138,13 @@ class ReachCheck:
         with ThreadPoolExecutor(len(tries)) as pool:
             results = list(pool.map(try_one, tries))
         own = [] if self.was_checked else [self.assignment.rank]
-        return [
-            FailedProbe(
-                self._unreachable(nodes[peer], target, result.problem),
-                own + ([] if nodes[peer].was_checked else [peer]),
-            )
-            for (peer, target), result in zip(tries, results, strict=True)
-            if result.problem is not None
-        ]
-
-    def _unreachable(self, node: ReachableNode, target: Target, problem: str) -> Unreachable:
-        try:
-            here = source_address_towards(target.address, target.port)
-        except OSError:
-            here = self.address.local
-        return Unreachable(
-            socket.gethostname(), here, node.name, target, problem, node.is_mapped, node.overlay_endpoint
-        )
+        failed = []
+        for (peer, target), result in zip(tries, results, strict=True):
+            if result.problem is not None:
+                node, local = nodes[peer], self.address.local
+                way = unreachable(node.name, target, result.problem, node.is_mapped, local, node.overlay_endpoint)
+                failed.append(FailedProbe(way, own + ([] if node.was_checked else [peer])))
+        return failed
 
     def _collect(self, found: list[FailedProbe]) -> ReachReport:
         for one in found:
@@ -166,11 +157,11 @@ class ReachCheck:
         count = min(MAX_READ, self.store.add(self._key("failures"), 0))
         values = self.store.multi_get([self._key(f"failure/{number}") for number in range(1, count + 1)])
         failed = [parse_record(FailedProbe, json.loads(value), "reachability") for value in values]
-        unreachable = sorted(
+        found_by_all = sorted(
             (one.found for one in failed), key=lambda one: (one.source, one.node, one.target.purpose != "store")
         )
         return ReachReport(
-            tuple(unreachable),
+            tuple(found_by_all),
             frozenset(rank for one in failed for rank in one.new_nodes),
             self.store.add(self._key("checked"), 0) > 0,
         )
