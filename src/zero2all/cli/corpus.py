@@ -123,15 +123,13 @@ def fetch(
     from zero2all.corpus.fetch import FetchOptions, fetch_files, list_files
     from zero2all.corpus.fetch.sources import HUB_ENDPOINT, FileSelection
 
-    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-        raise UsageError("--sha256: write the 64 hexadecimal digits of the checksum")
     options = FetchOptions(
         selection=FileSelection(tuple(include or ()), tuple(exclude or ())),
         endpoint=mirror or os.environ.get("HF_ENDPOINT") or HUB_ENDPOINT,
         token=os.environ.get("HF_TOKEN", "").strip() or None,
         revision=revision,
         workers=workers,
-        sha256=sha256,
+        sha256=_checksum(sha256),
         max_size=parse_size("--max-size", max_size),
     )
     if list_only:
@@ -298,6 +296,12 @@ def generate(
     made = generate_conversations(seeds, to, options)
     text = f"{made.total} conversations in {to}, {made.written} of them new; {made.too_similar} were too similar"
     return Result({"out": str(to), **asdict(made)}, text)
+
+
+def _checksum(text: str | None) -> str | None:
+    if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise UsageError("--sha256: write the 64 hexadecimal digits of the checksum")
+    return text
 
 
 def _listed(files: list[RemoteFile]) -> Result:

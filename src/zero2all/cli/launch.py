@@ -279,12 +279,10 @@ def _uses_gpus(rank_command: list[str]) -> bool:
     """Whether the ranks of a job want a GPU each. All do but those of a recipe for the CPU."""
     from zero2all.recipe import load_recipe
 
-    recipe, overrides = (
-        Path(rank_command[1] if len(rank_command) > 1 else ""),
-        [w for w in rank_command[2:] if "=" in w],
-    )
+    recipe = Path(rank_command[1] if len(rank_command) > 1 else "")
+    overrides = [word for word in rank_command[2:] if "=" in word and not word.startswith("-")]
     try:
-        return load_recipe(recipe, [word for word in overrides if not word.startswith("-")]).train.device != "cpu"
+        return load_recipe(recipe, overrides).train.device != "cpu"
     except (Z2aError, OSError):  # a script, another command, or a recipe that is only on the cluster
         return "train.device=cpu" not in overrides
 

@@ -34,7 +34,7 @@ class AnswerStats:
 def with_param(params: SamplingParams, text: str) -> SamplingParams:
     """With one changed, such as ``temperature=0.2``; ``stop`` adds a string."""
     name, found, value = text.partition("=")
-    kinds = {field.name: type(field.default) for field in fields(params)}
+    kinds = {field.name: type(getattr(SamplingParams(), field.name)) for field in fields(params)}
     if not found or name not in kinds:
         raise UsageError(f"{text!r}: write NAME=VALUE, with one of {', '.join(kinds)}")
     if name == "stop":
