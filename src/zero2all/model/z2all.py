@@ -282,10 +282,8 @@ class Z2all(OpsModule):
     ) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
         device = self.rotary_2SE.device
-        masks = {
-            window: self.ops.attention.mask_for(MaskInputs(doc_starts_BS, length, window, device, cu_seqlens_1N))
-            for window in self._windows()
-        }
+        rows = MaskInputs(doc_starts_BS, length, None, device, cu_seqlens_1N)
+        masks = {window: self.ops.attention.mask_for(rows._replace(window=window)) for window in self._windows()}
         if self.training and self.config.attention_dropout:
             masks = {
                 window: with_dense_mask(mask, length, device) if isinstance(mask, SdpaMask) else mask

@@ -109,8 +109,11 @@ class AdamWBF16(Optimizer):
         step = int(state["step"])
         compensation = state.get("compensation")
         tensors = _Tensors(
-            *map(to_local, (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])),
-            compensation=None if compensation is None else to_local(compensation),
+            to_local(parameter.detach()),
+            to_local(parameter.grad),
+            to_local(state["exp_avg"]),
+            to_local(state["exp_avg_sq"]),
+            None if compensation is None else to_local(compensation),
         )
         if tensors.weight.numel():  # a rank may hold none of a small one
             key = torch.tensor(_signed(mix(self._noise_keys[parameter] ^ mix(step))), dtype=torch.int32)

@@ -65,23 +65,8 @@ def compile_failure(
 
     The block is this rank's own, so that a failure leaves no other rank in a collective.
     """
-    small: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": PROBE_VOCABULARY, "mtp_weight": 0.0}
-    if config.moe is not None:
-        # A few experts: all of a layer, with their gradients, may not fit into one GPU.
-        few = min(config.moe.num_experts, max(config.moe.num_experts_per_tok, PROBE_EXPERTS))
-        small["moe"] = config.moe.model_copy(update={"first_k_dense_replace": 0, "num_experts": few})
-    length = min(PROBE_TOKENS, config.max_position_embeddings)
-    tokens = torch.arange(length, device=device)[None] % PROBE_VOCABULARY
     try:
-        with torch.device(device):
-            model = Z2all(config.model_copy(update=small)).init_weights(0)
-        if float8 is not None:
-            apply_float8(model.layers, float8, device)
-        apply_ac(model, parallel, config, device)
-        model.layers[0].compile()
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            losses = model(tokens, targets_BS=tokens)
-        losses.sum().backward()
+        _run_compiled_block(config, parallel, device, dtype, float8)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {' '.join(lines[:REASON_LINES])}"
@@ -91,3 +76,28 @@ def compile_failure(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return None
+
+
+def _run_compiled_block(
+    config: ModelConfig,
+    parallel: ParallelRecipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    float8: Float8Scaling | None,
+) -> None:
+    small: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": PROBE_VOCABULARY, "mtp_weight": 0.0}
+    if config.moe is not None:
+        # A few experts: all of a layer, with their gradients, may not fit into one GPU.
+        few = min(config.moe.num_experts, max(config.moe.num_experts_per_tok, PROBE_EXPERTS))
+        small["moe"] = config.moe.model_copy(update={"first_k_dense_replace": 0, "num_experts": few})
+    with torch.device(device):
+        model = Z2all(config.model_copy(update=small)).init_weights(0)
+    if float8 is not None:
+        apply_float8(model.layers, float8, device)
+    apply_ac(model, parallel, config, device)
+    model.layers[0].compile()
+    length = min(PROBE_TOKENS, config.max_position_embeddings)
+    tokens = torch.arange(length, device=device)[None] % PROBE_VOCABULARY
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        losses = model(tokens, targets_BS=tokens)
+    losses.sum().backward()
