@@ -25,7 +25,7 @@ FILES = (
     "corpus/test_resume.py", "corpus/test_s3.py", "elastic/test_job_files.py", "elastic/test_rendezvous.py",
     "recipe/test_imported_code.py", "serve/test_page.py", "serve/test_schema.py", "test_disk_full.py",
     "test_redact.py", "test_supply_chain.py", "test_workflow.py", "tokenizer/test_safety.py",
-    "tokenizer/test_training.py", "track/test_page.py", "track/test_server.py", "track/test_sinks.py",
+    "tokenizer/test_training.py", "track/test_flood.py", "track/test_page.py", "track/test_server.py", "track/test_sinks.py",
 )  # fmt: skip
 
 
