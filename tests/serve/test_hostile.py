@@ -80,7 +80,7 @@ def test_a_wrong_body_is_a_400_that_says_what_is_wrong(http: httpx.Client, body:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "not supported"),
+        ({"response_format": {"type": "json_object"}}, "not supported; serve an export"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
