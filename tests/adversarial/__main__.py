@@ -13,24 +13,23 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PATTERNS = (
-    "adversarial/test_*.py",
-    "**/test_*hostile*.py",
-    "**/test_damage.py",
-    "**/test_kill.py",
-    "sandbox/test_*.py",
-)
-FILES = (
+    "adversarial/test_*.py", "sandbox/test_*.py", "**/test_*hostile*.py", "**/test_damage.py", "**/test_kill.py",
     "checkpoint/test_foreign_checkpoints.py", "checkpoint/test_replica_server.py", "corpus/test_document_files.py",
-    "corpus/test_fetch.py", "corpus/test_fetch_hub.py", "corpus/test_fetch_parts.py", "corpus/test_readers.py",
-    "corpus/test_resume.py", "corpus/test_s3.py", "elastic/test_job_files.py", "elastic/test_rendezvous.py",
-    "recipe/test_imported_code.py", "serve/test_page.py", "serve/test_schema.py", "test_disk_full.py",
-    "test_redact.py", "test_supply_chain.py", "test_workflow.py", "tokenizer/test_safety.py",
-    "tokenizer/test_training.py", "track/test_page.py", "track/test_server.py", "track/test_sinks.py",
+    "corpus/test_fetch*.py", "corpus/test_readers.py", "corpus/test_resume.py", "corpus/test_s3.py",
+    "elastic/test_job_files.py", "elastic/test_rendezvous.py", "recipe/test_imported_code.py", "serve/test_page.py",
+    "serve/test_schema.py", "test_disk_full.py", "test_redact.py", "test_supply_chain.py", "test_workflow.py",
+    "tokenizer/test_safety.py", "tokenizer/test_training.py", "track/test_flood.py", "track/test_page.py",
+    "track/test_server.py", "track/test_sinks.py",
 )  # fmt: skip
 
 
 def main() -> None:
-    found = {path for pattern in PATTERNS for path in TESTS.glob(pattern)} | {TESTS / name for name in FILES}
+    found: set[Path] = set()
+    for pattern in PATTERNS:
+        files = set(TESTS.glob(pattern))
+        if not files:
+            sys.exit(f"no test is called {pattern}: correct PATTERNS in {__file__}")
+        found |= files
     options = sys.argv[1:] if any(word.startswith("-m") for word in sys.argv[1:]) else ["-m", "", *sys.argv[1:]]
     sys.exit(pytest.main(["-q", "--timeout=900", *options, *map(str, sorted(found))]))
 

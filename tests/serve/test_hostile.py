@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ def test_a_wrong_body_is_a_400_that_says_what_is_wrong(http: httpx.Client, body:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "not supported"),
+        ({"response_format": {"type": "json_object"}}, "not supported; serve an export"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
@@ -177,19 +176,6 @@ def test_a_request_of_more_answers_than_the_queue_holds_is_taken_by_an_idle_serv
     body = {"prompt": ["a"] * 100, "max_tokens": 1}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, trust_env=False, timeout=120)
     assert len(answer.json()["choices"]) == 100
-
-
-def test_half_a_request_blocks_nobody(server: Served, http: httpx.Client) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"
-    sockets = [socket.create_connection((host, int(port))) for _ in range(20)]
-    try:
-        for one in sockets:
-            one.sendall(head)
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def test_a_full_queue_is_a_429_and_a_long_request_a_504(served_run: Run) -> None:

@@ -238,7 +238,3 @@ class _NoAliases(yaml.SafeDumper):
 
 def _yaml(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=_NoAliases, sort_keys=False, width=10_000)
-
-
-JOB_FILES = {"slurm": slurm_script, "k8s": indexed_job, "trainjob": train_job, "pytorchjob": pytorch_job}
-"""What ``z2a launch --emit`` writes, by the name of the format."""

@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
 from pydantic.json_schema import models_json_schema
 
 from zero2all import __version__
@@ -15,6 +15,12 @@ MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
+REFUSED = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "logit_bias"), "use repetition_penalty"),
+    "echo": "score texts with 'z2a eval lm-eval'",
+    "response_format": "serve an export with vLLM or llama.cpp",
+}
+"""Fields that ask for what this server does not do, and what to do instead."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -42,11 +48,11 @@ class ApiRequest(BaseModel):
     echo: bool | None = None
     response_format: dict[str, Any] | None = None
 
-    @field_validator("presence_penalty", "frequency_penalty", "logit_bias", "echo", "response_format")
+    @field_validator(*REFUSED)
     @classmethod
-    def _refuse(cls, value: object) -> object:
+    def _refuse(cls, value: object, info: ValidationInfo) -> object:
         if value and value != {"type": "text"}:
-            raise ValueError("is not supported")
+            raise ValueError(f"is not supported; {REFUSED[str(info.field_name)]}")
         return value
 
     @property
