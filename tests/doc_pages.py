@@ -47,7 +47,7 @@ set -euo pipefail
 interrupted() { "$PYTHON" "$INTERRUPTED" "$@"; }
 z2a() {
   case " $* " in
-    " watch "*" --once "*) command z2a "$@" ;;
+    " watch "*" --once "* | " watch "*" --tty "*) command z2a "$@" ;;  # --tty ends with the run
     " watch "*) interrupted z2a "$@" ;;
     " rendezvous "*) command z2a "$@" >rendezvous.log 2>&1 & sleep 0 ;;
     " launch "*" --emit "*) command z2a "$@" ;;

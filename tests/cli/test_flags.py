@@ -43,6 +43,12 @@ def test_export_in_bf16(run: Path, tmp_path: Path) -> None:
     assert dtypes == {"fp32": {torch.float32}, "bf16": {torch.bfloat16}}
 
 
+def test_watch_in_the_terminal_ends_with_the_run(run: Path) -> None:
+    done = z2a("watch", "--tty", run)
+    assert done.exit_code == 0, done.output
+    assert any(0x2800 < ord(character) <= 0x28FF for character in done.output), "a chart in braille"
+
+
 def test_watch_once_prints_the_status(run: Path) -> None:
     done = z2a("watch", "--once", "--json", run)
     assert done.exit_code == 0, done.output

@@ -30,6 +30,7 @@ def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Print status, goodput and findings, and exit, such as in a script.")
     ] = False,
+    tty: Annotated[bool, typer.Option("--tty", help="Draw charts in the terminal instead of a web page.")] = False,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -47,7 +48,7 @@ def watch(
     ssh: Ssh = "ssh",
     json: Json = False,
 ) -> Result:
-    """Watch runs live in a browser.
+    """Watch runs live in a browser or terminal.
 
     With --once, print their status, goodput and findings, and exit. With --html, write a standalone report: charts,
     samples, events, recipe and environment. /metrics of the page's server is for Prometheus, which reads the same
@@ -57,13 +58,14 @@ def watch(
 
     Example: z2a watch runs/first --html first.html
     """
-    from zero2all.track.terminal import checked_status, health_report_lines
+    from zero2all.console import console
+    from zero2all.track.terminal import checked_status, health_report_lines, watch_terminal
 
-    if once and html is not None:
-        raise UsageError("give one of --once and --html")
+    if sum((once, tty, html is not None)) > 1:
+        raise UsageError("give one of --once, --tty and --html")
     if html is not None:
         need("starlette", "track")
-    opened = _open_runs(runs, ssh, read=once)  # the page is there before all of many runs are read
+    opened = _open_runs(runs, ssh, read=once or tty)  # the page is there before all of many runs are read
     if once or html is not None:
         for run in opened:
             run.read_to_end()
@@ -75,7 +77,10 @@ def watch(
             "\n".join(line for run in opened for line in health_report_lines(run)),
         )
     with suppress(KeyboardInterrupt):  # the usual end of watching, not a failure
-        _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port, key_file)
+        if tty:
+            watch_terminal(opened, console)
+        else:
+            _serve_page(opened, [target for target in runs if not target.startswith("ssh://")], host, port, key_file)
     return Result({"runs": [run.status() for run in opened]}, "")
 
 

@@ -1,16 +1,34 @@
-"""``z2a watch --once``: the status of runs in a terminal."""
+"""``z2a watch --tty`` and ``--once``: the dashboard in a terminal."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from zero2all.charts.plot import Curve, Plot
+from zero2all.charts.terminal import LABEL_WIDTH, line_text
 from zero2all.console import sanitize
-from zero2all.findings import Finding
+from zero2all.findings import COLOURS, Finding
 from zero2all.track.goodput import GoodputReport, compute_run_goodput, format_goodput
 from zero2all.track.health_checks import check_health
+from zero2all.track.record_reader import MetricTable
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.step_text import step_line
+from zero2all.units import show_count
+
+PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
+REFRESH_SECONDS = 1.0
+HEALTH_CHECK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,9 +85,62 @@ def _progress_line(status: RunStatus) -> str:
     return step_line(status.step + 1, status.steps, status.latest, status.seconds_left)
 
 
+def watch_terminal(runs: list[RunView], console: Console) -> None:
+    """Refresh until Ctrl-C, or until every run has ended."""
+    findings: dict[str, list[Finding]] = {}
+    due = 0.0
+    with Live(console=console, refresh_per_second=4) as live:
+        while True:
+            for run in runs:
+                run.refresh()
+            if time.monotonic() > due:
+                findings = {run.name: safe_check_health(run) for run in runs}
+                due = time.monotonic() + HEALTH_CHECK_SECONDS
+            live.update(Group(*(_safe_panel(run, findings[run.name], console.width) for run in runs)))
+            if all(run.ended for run in runs):
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
 def safe_check_health(run: RunView) -> list[Finding]:
     """The findings on a run. A failing check becomes a finding, so that the other runs are still shown."""
     try:
         return check_health(run)
     except Exception as error:
         return [Finding("bad", "check failed", error_message(error))]
+
+
+def _safe_panel(run: RunView, findings: list[Finding], width: int) -> Panel:
+    try:
+        return _panel(run, findings, width)
+    except Exception as error:
+        return Panel(Text(sanitize(error_message(error)), style="red"), title=escape(run.name))
+
+
+def _panel(run: RunView, findings: list[Finding], width: int) -> Panel:
+    status = run.status()
+    head = Text(_progress_line(status))
+    if status.trouble:
+        head.append(sanitize(f"  {status.trouble}"), style="red")
+    half = max(20, (width - 8) // 2)
+    plots = [
+        _metric_plot(name, run.table([name], points=2 * half), half - LABEL_WIDTH - 2)
+        for name in PLOTTED_METRICS
+        if name in run.readers[0].names
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for left, right in zip_longest(plots[::2], plots[1::2], fillvalue=Group()):
+        grid.add_row(left, right)
+    finding_lines = [
+        Text(sanitize(f"● {finding.what}: {finding.text}"), style=COLOURS[finding.level]) for finding in findings
+    ]
+    return Panel(Group(head, grid, *finding_lines), title=escape(run.name))
+
+
+def _metric_plot(name: str, table: MetricTable, width: int) -> Text:
+    known = np.isfinite(table.mean[name])
+    values = table.mean[name][known]
+    if not len(values):
+        return Text(name)
+    line = list(zip(table.steps[known].round().tolist(), values.tolist(), strict=True))
+    return line_text(Plot(f"{name}  {show_count(line[-1][1])}", "step", name, [Curve("", line)]), width, 5)
