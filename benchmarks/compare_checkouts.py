@@ -5,8 +5,9 @@
     python -m benchmarks compare_checkouts /tmp/before . --only dense moe
 
 For a refactor. Each checkout builds the corpus, the tokenizer and the tokens from the same generated text and trains
-every case of its own benchmarks/compare/cases.yaml, so recipe keys may differ between the two. Then the second checkout
-resumes, samples from and reports the runs of the first. One thread, one machine: floats are compared by ``repr``.
+every case of its own benchmarks/compare/cases.yaml, so recipe keys may differ between the two. Where the first one has
+no such case or recipe, it takes those of the second. Then the second checkout resumes, samples from and reports the
+runs of the first. One thread, one machine: floats are compared by ``repr``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +34,25 @@ MEASURED = {
     "time", "tokens_per_second", "tflops", "mfu", "mfu_palm", "hfu", "memory", "data_wait", "startup", "seconds",
     "checkpoint_stall", "step_time",
 }  # fmt: skip
-STAGES = ("documents", "tokenizer", "tokens")
+COMPARE = Path("benchmarks/compare")
+REWARD = """def vowels(prompt, answer, reference):
+    return sum(answer.text.count(one) for one in "aeiou") / 10
+"""
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     ranks: int
-    changes: list[str]
+    changes: list[str] = field(default_factory=list)
+    recipe: str = "base"
+    islands: int = 1
+    """Jobs that exchange what their weights have gained."""
+
+
+def read_cases(checkout: Path) -> dict[str, Case]:
+    cases = yaml.safe_load((checkout / COMPARE / "cases.yaml").read_text())
+    return {name: Case(name, **case) for name, case in cases.items()}
 
 
 class Checkout:
@@ -48,29 +62,53 @@ class Checkout:
         self.path, self.work = path.resolve(), work
         work.mkdir(parents=True)
         write_text(work / "text")
-        cases = yaml.safe_load((self.path / "benchmarks/compare/cases.yaml").read_text())
-        self.cases = [Case(name, **case) for name, case in cases.items()]
-        self.recipe = self.path / "benchmarks/compare/base.yaml"
+        (work / "compare_rewards.py").write_text(REWARD)
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": f"{self.path / 'src'}:{self.work}", "Z2A_JOB_SECRET": "0" * 32}
+        environment = os.environ | threads | own
+        command = [sys.executable, "-m", "zero2all.cli", *map(str, arguments)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.work, env=environment, stdout=pipe, stderr=pipe, text=True)
 
     def z2a(self, *arguments: object) -> str:
         """Run a command; what it prints on stdout."""
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment = os.environ | threads | {"PYTHONPATH": str(self.path / "src")}
-        command = [sys.executable, "-m", "zero2all.cli", *map(str, arguments)]
-        done = subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{self.path}: {' '.join(command)} failed\n{done.stdout}{done.stderr}")
-        return done.stdout
+        return self.finish(self.start(*arguments))
 
-    def build(self) -> None:
-        for stage in (("corpus", "build"), ("tokenizer", "train"), ("tokens", "build")):
-            self.z2a(*stage, self.recipe, "out=stages")
+    def finish(self, process: subprocess.Popen[str]) -> str:
+        printed, errors = process.communicate()
+        if process.returncode:
+            sys.exit(f"{self.path}: {process.args} failed\n{printed}{errors}")
+        return printed
 
-    def train(self, case: Case, out: Path) -> None:
+    def recipe(self, name: str, other: Checkout) -> Path:
+        path = self.path / COMPARE / f"{name}.yaml"
+        return path if path.exists() else other.path / COMPARE / f"{name}.yaml"
+
+    def train(self, case: Case, out: Path, other: Checkout) -> None:
+        recipe, stages = self.recipe(case.recipe, other), self.work / "stages" / case.recipe
+        if not stages.exists():
+            for stage in (("corpus", "build"), ("tokenizer", "train"), ("tokens", "build")):
+                if case.recipe == "base" or stage[0] != "tokenizer":  # the others take the tokenizer of base
+                    self.z2a(*stage, recipe, f"out={stages}")
         if not out.exists():
-            shutil.copytree(self.work / "stages", out)
-        command = ("train", self.recipe, f"out={out}", *case.changes)
-        self.z2a(*command) if case.ranks == 1 else self.z2a("launch", "--nproc-per-node", case.ranks, "--", *command)
+            shutil.copytree(stages, out)
+        command = ("train", recipe, f"out={out}", *case.changes)
+        launch = ("launch", "--nproc-per-node", case.ranks)
+        if case.islands > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            rendezvous = self.start("launch", "--rendezvous-only", "--rdzv-listen", address)
+            try:
+                islands = [("--island", island, "--islands-endpoint", address, "--") for island in range(case.islands)]
+                for job in [self.start(*launch, *island, *command) for island in islands]:
+                    self.finish(job)
+            finally:
+                rendezvous.terminate()
+                rendezvous.communicate()
+        else:
+            self.z2a(*command) if case.ranks == 1 else self.z2a(*launch, "--", *command)
 
     def sample(self, run: Path) -> str:
         before_chat = (self.path / "src/zero2all/cli/profile.py").exists()  # it was a command of its own
@@ -89,15 +127,26 @@ def write_text(directory: Path) -> None:
             {"id": f"{name}-{number}", "text": " ".join(rng.choices(words, weights, k=rng.randint(60, 300)))}
             for number in range(300)
         )
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_lines(directory / f"{name}.jsonl", lines)
+    texts = [" ".join(rng.choices(words, weights, k=rng.randint(2, 6))) for _ in range(900)]
+    asked, answers, worse = texts[:300], texts[300:600], texts[600:]
+    talk = ([("user", one), ("assistant", two)] for one, two in zip(asked, answers, strict=True))
+    conversations = ([{"role": role, "content": text} for role, text in messages] for messages in talk)
+    write_lines(directory / "chat.jsonl", ({"messages": messages} for messages in conversations))
+    pairs = zip(asked, answers, worse, strict=True)
+    write_lines(directory / "pairs.jsonl", ({"prompt": a, "chosen": b, "rejected": c} for a, b, c in pairs))
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def observed(out: Path) -> dict[str, Any]:
     """All that a run wrote which a refactor must not change."""
     run = out / "run"
     facts: dict[str, Any] = {}
-    for record in sorted(run.glob("record*.jsonl")):
+    for record in sorted(run.rglob("record*.jsonl")):
         if "index" in record.name:
             continue
         for line in map(json.loads, record.read_text().splitlines()):
@@ -107,10 +156,10 @@ def observed(out: Path) -> dict[str, Any]:
             if line.get("event") in ("goodput", "initial weights"):  # times and paths
                 continue
             values = {key: repr(value) for key, value in line.items() if key.split("/")[0] not in MEASURED}
-            place = f"{record.name} {line.get('event', 'step')} {line.get('step')}"
+            place = f"{record.relative_to(run)} {line.get('event', 'step')} {line.get('step')}"
             facts.setdefault(place, []).append({"keys": sorted(line), **values})
-    for checkpoint in sorted((run / "checkpoints").glob("step-*")):
-        facts[checkpoint.name] = digests(checkpoint)
+    for checkpoint in sorted(run.rglob("checkpoints/step-*")):
+        facts[str(checkpoint.relative_to(run))] = digests(checkpoint)
     return facts
 
 
@@ -156,7 +205,7 @@ def resumed(old: Checkout, new: Checkout, case: Case, out: Path) -> list[str]:
     shutil.copytree(out, copy)
     last = max((copy / "run/checkpoints").glob("step-*"))
     shutil.rmtree(last)
-    new.train(case, copy)
+    new.train(case, copy, old)
     found = differences({last.name: digests(out / "run/checkpoints" / last.name)}, {last.name: digests(last)})
     if old.sample(out / "run") != new.sample(out / "run"):
         found.append("chat --prompt: another text")
@@ -175,19 +224,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         old = Checkout(options.old, Path(directory) / "old")
         new = Checkout(options.new, Path(directory) / "new")
-        old.build()
-        new.build()
-        for case in new.cases:
+        cases = read_cases(new.path)
+        before_cases = cases | read_cases(old.path)
+        for case in cases.values():
             if options.only and case.name not in options.only:
                 continue
-            twin = next((twin for twin in old.cases if twin.name == case.name), None)
-            if twin is None:
-                sys.exit(f"{old.path} has no case {case.name}")
-            old.train(twin, old.work / case.name)
-            new.train(case, new.work / case.name)
+            old.train(before_cases[case.name], old.work / case.name, new)
+            new.train(case, new.work / case.name, old)
             before, after = observed(old.work / case.name), observed(new.work / case.name)
             found = differences(before, after)
-            if not options.fresh:
+            if not options.fresh and case.islands == 1:
                 found += [f"resumed: {line}" for line in resumed(old, new, case, old.work / case.name)]
             loss = [line["loss"] for lines in before.values() for line in lines if "loss" in line][-1]
             verdict = "DIFFERS" if found else "equal"
