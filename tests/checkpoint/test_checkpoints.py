@@ -227,9 +227,9 @@ def test_verify_names_the_damaged_file_and_rm_spares_the_last_valid_one(kept: tu
     code, answer = z2a("verify", run.directory)
     assert code == 1
     assert f"{run.checkpoints.path(8)}: {shard.name} does not match its checksum" in str(answer["error"])
-    assert z2a("verify", run.directory, "--step", 4)[0] == 0
-    assert z2a("rm", run.directory, "--step", 4)[0] == 2
-    assert z2a("rm", run.directory, "--step", 5)[0] == 2
-    assert z2a("rm", run.directory, "--step", 8)[0] == 0
-    assert z2a("rm", run.directory, "--step", 4, "--force")[0] == 0
+    assert z2a("verify", run.directory, 4)[0] == 0
+    assert z2a("rm", run.directory, 4)[0] == 2
+    assert z2a("rm", run.directory, 5)[0] == 2
+    assert z2a("rm", run.directory, 8)[0] == 0
+    assert z2a("rm", run.directory, 4, "--force")[0] == 0
     assert run.checkpoints.steps() == []

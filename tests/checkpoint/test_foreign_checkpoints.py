@@ -110,7 +110,7 @@ def z2a(words: list[str], run: Path) -> tuple[int, str]:
     return done.exit_code, json.loads(done.stdout).get("error", "")
 
 
-VERIFY = ["ckpt", "verify", "RUN", "--step", "8"]
+VERIFY = ["ckpt", "verify", "RUN", "8"]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "verify"])

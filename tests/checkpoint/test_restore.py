@@ -274,11 +274,9 @@ def test_a_thousand_ranks_without_a_state_are_not_all_named() -> None:
 
 
 def test_what_was_saved_under_no_history_is_used_only_from_durable_storage() -> None:
-    ranks = [RankReport((SlotReport(0, 1, 990, None, ""),))]
-    found = decide_restore(ranks, [DurableReport("x", 900, UNKNOWN_LINEAGE)], None)
+    found = decide_restore([RankReport()], [DurableReport("x", 900, UNKNOWN_LINEAGE)], None)
     assert found.chosen is not None
     assert (found.chosen.step, found.chosen.tier) == (900, "durable")
-    assert "older version" in str(found.rejected[0])
     after = extend_lineage(UNKNOWN_LINEAGE, 900, "b")
     slots = RankReport((SlotReport(0, 1, 910, after, ""),))
     again = decide_restore([slots], [DurableReport("x", 900, UNKNOWN_LINEAGE)], after)

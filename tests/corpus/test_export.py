@@ -123,7 +123,7 @@ def test_the_command_takes_a_recipe_or_the_documents(documents: Path, tmp_path: 
     recipe.write_text(f"corpus: {{dir: {documents}, sources: []}}\n")
     for number, source in enumerate((recipe, documents)):
         out = tmp_path / str(number)
-        words = ["export", str(source), "--to", str(out), "--format", "text", "--shard-size", "2KB", "--workers", "1"]
+        words = ["export", str(source), "--to", str(out), "--format", "text", "--shard-size", "2KB"]
         done = CliRunner().invoke(app, [*words, "--json"])
         assert json.loads(done.stdout)["documents"] == 201
         assert max(path.stat().st_size for path in out.glob("*/*")) <= 2000

@@ -79,10 +79,14 @@ def test_a_server_without_ranges_sends_the_file_again(options: dict[str, Any], s
     assert entries(tmp_path)["a.bin"]["size"] == 3_000_000
 
 
-def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(server: Server, tmp_path: Path) -> None:
-    url = server.add("/a.bin", Page(Content(500_000), ranges=False, cut_after=60_000))
-    with pytest.raises(Z2aError, match=r"a.bin: no answer from 127.0.0.1 .*, 6 times in a row"):
+@pytest.mark.parametrize("chunked", [False, True], ids=["with a size", "without a size"])
+def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(
+    chunked: bool, server: Server, tmp_path: Path
+) -> None:
+    url = server.add("/a.bin", Page(Content(500_000), ranges=False, chunked=chunked, cut_after=60_000))
+    with pytest.raises(Z2aError, match=r"a.bin: .*, 6 times in a row"):
         fetch(url, tmp_path)
+    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
     assert "a.bin" not in files_in(tmp_path)
 
 

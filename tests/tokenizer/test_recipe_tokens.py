@@ -134,6 +134,12 @@ def test_sentencepiece_without_text_or_room_says_so(workspace: Path, tmp_path: P
         train_tokenizer(recipe_of("sentencepiece-bpe", many), workspace / "documents", tmp_path / "t")
 
 
+def test_the_estimate_covers_the_published_memory_of_sentencepiece() -> None:
+    text, peak = 20e9, 135e9  # bytes, published for a large English corpus; a byte of Chinese takes three times that
+    estimate = sentencepiece_vocabulary.PROCESS_MEMORY + sentencepiece_vocabulary.MEMORY_PER_BYTE * text
+    assert peak < estimate < 5 * peak
+
+
 def test_the_package_gets_no_more_text_than_the_estimate_allows(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

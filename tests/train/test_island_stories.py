@@ -38,8 +38,8 @@ STEPS = 200
 KILLED_AT, BACK_AT = 30, 38
 WORDS, NEXT_WORDS = 100, 4
 # Walks over words, of which each has its own few successors. Few words, so the loss is nearly flat in the end: with
-# 300 words and 8 successors it still fell so fast that the steps which were missed cost 1.1 %. Another order of the
-# data changes the loss by 0.6 %: the bound has little room.
+# 300 words and 8 successors it still fell so fast that the steps which were missed cost 1.1%. Another order of the
+# data changes the loss by 0.6%: the bound has little room.
 WALKS = """
 name: walks
 seed: 11

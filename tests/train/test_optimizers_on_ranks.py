@@ -30,7 +30,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, 
 LOSS_TOLERANCE = 5e-6  # in fp32, as in ``z2a bench parity``
 # Both compute in bf16, with gradients in bf16: a rank rounds the gradient of its own samples, 2^-9 of each value.
 BF16_LOSS_TOLERANCE = 1e-3
-# Codes of 8 bits are 1 to 10 % of a moment apart, and blocks of 256 elements begin at other ones in a shard.
+# Codes of 8 bits are 1 to 10% of a moment apart, and blocks of 256 elements begin at other ones in a shard.
 LOSS_TOLERANCE_8BIT = 1e-3
 
 

@@ -107,7 +107,7 @@ def test_all_missing_stages_are_named_at_once(out: Path, recipe: Path) -> None:
     message = refused("train", recipe, "evals.every=1 steps")
     assert message.startswith(f"no tokenizer in {out}/tokenizer, no tokens in {out}/tokens: make them with ")
     for command in re.findall(r"'z2a ([^']+) RECIPE'", message):
-        z2a(*command.split(), recipe, "--workers", 1)
+        z2a(*command.split(), recipe)
     z2a("train", recipe)
     message = refused("train", recipe, f"out={out}/new")
     assert "'z2a corpus build RECIPE', then 'z2a tokenizer train RECIPE', then 'z2a tokens build RECIPE'" in message

@@ -83,7 +83,7 @@ def test_a_forward_pass_that_fails_leaves_no_part_open() -> None:
 
 
 def test_the_parts_add_up_to_the_time_of_a_step(workspace: Path, tmp_path: Path) -> None:
-    """Against a clock of the test: within 2 %, or a millisecond for the hook itself."""
+    """Against a clock of the test: within 2%, or a millisecond for the hook itself."""
     moments: list[float] = []
     times: list[StepTime] = []
     hooks = TrainerHooks(
