@@ -158,7 +158,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"| torch.save with fsync | {ms['torch_save']} | {stall['torch_save_to_flash']:.1f}x flash |",
             f"| step | {1000 * persist['step_seconds']:.1f} | |",
             f"| step while a checkpoint is written | {1000 * persist['step_seconds_while_writing']:.1f} | "
-            f"{100 * persist['slower']:+.1f} %, {persist['steps_while_writing']} steps, "
+            f"{100 * persist['slower']:+.1f}%, {persist['steps_while_writing']} steps, "
             f"{persist['write_seconds']:.1f} s a write |",
         ]
     )

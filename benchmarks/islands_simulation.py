@@ -28,7 +28,7 @@ from zero2all.units import show_bytes
 ISLANDS, ISLAND_BATCH = (8, 64), 262144
 ASSUMPTIONS = """\
 Assumed: an island is a node of {per_node} x {gpu}; its {gigabits:g} Gb/s are shared by its GPUs, sending and
-receiving, and 80 % of them are reached; no packet is lost, and a round trip costs nothing; islands are equally fast;
+receiving, and 80% of them are reached; no packet is lost, and a round trip costs nothing; islands are equally fast;
 {batch:,} tokens of an island in a step; DiLoCo sends int8 to every other island and waits for it (overlap=0).
 """
 

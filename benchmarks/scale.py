@@ -50,7 +50,7 @@ def rendezvous(work: Path) -> Iterator[Row]:
     yield "a lost node is known to all", [f"{report.lost_noticed:.2f} s" for report in reports]
     yield "a silent node is known to all", [f"{report.silent_noticed:.1f} s" for report in reports]
     yield "all have met again after a loss", [f"{report.lost_recovered:.1f} s" for report in reports]
-    yield "heartbeats, share of a core of the server", [f"{100 * r.steady_server_cores:.1f} %" for r in reports]
+    yield "heartbeats, share of a core of the server", [f"{100 * r.steady_server_cores:.1f}%" for r in reports]
     yield "heartbeats, messages a second", [f"{report.steady_messages_per_second:,.0f}" for report in reports]
     yield "memory of the server", [f"{report.server_memory / 1e6:.0f} MB" for report in reports]
 

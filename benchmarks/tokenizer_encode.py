@@ -118,7 +118,7 @@ def speeds(size: float, taken: dict[str, list[tuple[float, float]]]) -> dict[str
 
 
 def new_words(texts: list[str], limit: float) -> Iterator[list[str]]:
-    """The text again and again, each time with 8 % of its Han characters exchanged for others of the same batch."""
+    """The text again and again, each time with 8% of its Han characters exchanged for others of the same batch."""
     done = 0.0
     for turn in itertools.count():
         for first in range(0, len(texts), BATCH):

@@ -1,4 +1,4 @@
-"""``z2a plan --try`` against an exhaustive grid: is its winner within 5 % of the best, in under a third of the trials?
+"""``z2a plan --try`` against an exhaustive grid: is its winner within 5% of the best, in under a third of the trials?
 
     z2a quickstart --out runs/tune train.steps=1
     python -m benchmarks tune runs/tune/recipe.yaml model.preset=z2all-25m train.seq_len=128 train.batch_tokens=2Ki \\

@@ -81,6 +81,6 @@ def main() -> None:
             process.wait(60)
         show(
             f"{options.runs} runs of {options.steps} steps: listening after {listening:.1f} s, first page after "
-            f"{shown:.1f} s and {used:.1f} s of CPU ({size / 1e6:.1f} MB), idle {100 * share:.1f} % of a core, a new "
+            f"{shown:.1f} s and {used:.1f} s of CPU ({size / 1e6:.1f} MB), idle {100 * share:.1f}% of a core, a new "
             f"step shown after {followed:.1f} s"
         )

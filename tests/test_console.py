@@ -31,7 +31,7 @@ def test_a_log_file_gets_lines_also_while_nothing_advances(lines: list[str], mon
         for _ in range(2):  # the first may have been on its way
             printed.clear()
             assert printed.wait(60)
-        assert lines[-1].startswith("reading 5MB: 40 %, ")
+        assert lines[-1].startswith("reading 5MB: 40%, ")
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
@@ -51,17 +51,17 @@ def test_what_a_line_says() -> None:
     log = _ProgressLog("reading", 200)
     assert log.line(65) == "reading: 1m05s so far"
     log(50)
-    assert log.line(60) == "reading: 25 %, 3m00s left"
+    assert log.line(60) == "reading: 25%, 3m00s left"
     log(500)
-    assert log.line(60) == "reading: 100 %, 0s left"
+    assert log.line(60) == "reading: 100%, 0s left"
     log.describe("writing")
-    assert log.line(60) == "writing: 100 %, 0s left"
+    assert log.line(60) == "writing: 100%, 0s left"
     unknown = _ProgressLog("counting", None)
     unknown(5)
     assert unknown.line(7) == "counting: 7s so far"
     transfer = _ProgressLog("downloading", 800e6, is_transfer=True)
     transfer(200e6)
-    assert transfer.line(20) == "downloading: 25 %, 200MB, 10.00MB/s, 1m00s left"
+    assert transfer.line(20) == "downloading: 25%, 200MB, 10.00MB/s, 1m00s left"
 
 
 def test_a_terminal_gets_a_bar_and_no_lines(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_what_to_do_next_are_commands_for_this_run() -> None:
     text = summary_text(result)
     assert "\nOnce.\n" in text
     assert "\nTom▸ sat.\n" in text
-    assert "stories: 94 % of sentences parse, 61 % of stories are consistent, 75 % of sums are right" in text
+    assert "stories: 94% of sentences parse, 61% of stories are consistent, 75% of sums are right" in text
     assert "z2a watch out " in text
     assert "z2a watch out --html " in text
     assert "z2a train out model.num_hidden_layers=3 --name deeper " in text

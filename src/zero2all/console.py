@@ -159,7 +159,7 @@ class _ProgressLog:
         if not self.total or self.done <= 0:
             return f"{self.title}: {transfer}{show_seconds(elapsed)} so far"
         share = min(1.0, self.done / self.total)
-        return f"{self.title}: {100 * share:.0f} %, {transfer}{show_seconds(elapsed * (1 - share) / share)} left"
+        return f"{self.title}: {100 * share:.0f}%, {transfer}{show_seconds(elapsed * (1 - share) / share)} left"
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started

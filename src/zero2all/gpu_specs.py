@@ -14,7 +14,7 @@ from zero2all.errors import UsageError
 TRAINING_SHARE = 2 / 3
 """Speed of the matrix products of a training step, as a share of the best product that was measured on the GPU. They
 have the shapes of the model, not the best ones, and attention is slower. One value for all GPUs and models: on A100 it
-gives the published speeds of Llama 2 7B and TinyLlama within 25 % (tests/planner/test_published.py)."""
+gives the published speeds of Llama 2 7B and TinyLlama within 25% (tests/planner/test_published.py)."""
 
 _GIB = 2**30
 _GBPS = 1e9 / 8

@@ -357,7 +357,7 @@ def _chat_lines(chat: ChatResult) -> list[str]:
 def _bits_per_byte_lines(result: LossEvaluation | None) -> list[str]:
     if result is None:
         return ["there is no validation set, so there is no bits-per-byte"]
-    below = f"{100 * (result.below_unigram or 0):.0f} % below a unigram model ({result.unigram_bits_per_byte:.3f})"
+    below = f"{100 * (result.below_unigram or 0):.0f}% below a unigram model ({result.unigram_bits_per_byte:.3f})"
     return [f"validation bits-per-byte {result.bits_per_byte:.3f}, {below}"] + [
         f"  {name}: {metrics.bits_per_byte:.3f} against {metrics.unigram_bits_per_byte:.3f}"
         for name, metrics in result.sources.items()

@@ -159,7 +159,7 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("wrong", ["scale", "mask", "norm"])
 def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison itself, in one process: a gradient 0.01 % off, a mask that is lost, clipping at another norm."""
+    """The comparison itself, in one process: a gradient 0.01% off, a mask that is lost, clipping at another norm."""
     case, setup = chosen("one process, accumulated")[0], training_setup("SGD, document mask, full checkpointing")
     trial = parity.Trial(case, setup, steps=2)
     references = {parity._reference_key(trial): parity._run(parity._single_process_trial(trial))}

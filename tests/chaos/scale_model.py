@@ -162,7 +162,7 @@ def render_report(report: ScaleReport) -> str:
         (f"{report.agents:,} nodes meet ({report.ranks:,} ranks)", f"{report.meet:.1f} s"),
         ("rounds until all have met", f"{report.meet_rounds}"),
         ("messages for each node until then", f"{report.meet_messages_per_agent:.1f}"),
-        ("heartbeats: the server's share of a core", f"{100 * report.steady_server_cores:.1f} %"),
+        ("heartbeats: the server's share of a core", f"{100 * report.steady_server_cores:.1f}%"),
         ("heartbeats: messages a second", f"{report.steady_messages_per_second:,.0f}"),
         ("heartbeats: bytes a second", f"{report.steady_bytes_per_second:,.0f}"),
         ("a node's connection closes: all others know", f"{report.lost_noticed:.2f} s"),

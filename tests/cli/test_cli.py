@@ -322,7 +322,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install() -> None:
 
 @pytest.mark.long
 def test_a_shortened_quickstart_is_far_below_a_unigram_model(tmp_path: Path) -> None:
-    """The whole quickstart ends 93 % below; 60 steps must do for the 25 % that it promises."""
+    """The whole quickstart ends 93% below; 60 steps must do for the 25% that it promises."""
     done = z2a("quickstart", "train.steps=60", "evals.stories=0", "--out", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["below_unigram"] >= 0.25

@@ -92,7 +92,7 @@ def generated(kind: str, rng: random.Random) -> tuple[Callable[[], str], str]:
 
 
 def inject_duplicates(kind: str, texts: Sequence[str], rng: random.Random) -> Iterator[Document]:
-    """Every text, and for most of them a copy with 1-20 % of its units edited."""
+    """Every text, and for most of them a copy with 1-20% of its units edited."""
     words, between = generated(kind, rng)
     split = re.compile(r"[\u4e00-\u9fff]|[^\u4e00-\u9fff]" if kind == "zh" else r"\s+|\S+")
     for number, text in enumerate(texts):

@@ -84,7 +84,7 @@ def test_a_straggler_is_excluded_only_on_request(policy: StragglerPolicy) -> Non
         for name in ("1", "2", "3")
     ]
     assert [bool(warning) for warning in warnings] == [False, False, True] * CHECKS_TO_CONFIRM
-    assert "2 (10.0.0.2) is slow: the others wait for it 31 % of the time" in str(warnings[-1])
+    assert "2 (10.0.0.2) is slow: the others wait for it 31% of the time" in str(warnings[-1])
     assert [entry.name for entry in cluster.state.status().excluded] == (["2"] if policy == "exclude" else [])
     assert cluster.state.status().change == (policy == "exclude"), "its ranks save first"
 

@@ -46,7 +46,7 @@ def test_exact_points_give_the_law_back() -> None:
 
 
 def test_the_interval_covers_new_runs_as_often_as_it_says() -> None:
-    """95 % of 80 ladders with noise; an interval that ignores the floor's error covers far fewer."""
+    """95% of 80 ladders with noise; an interval that ignores the floor's error covers far fewer."""
     noise, inside = 0.005, 0
     for seed in range(80):
         found = fit_power_law(_points(noise, seed)).predict(1e15)

@@ -163,9 +163,9 @@ def test_the_poor_source_is_found_and_the_suggestion_is_a_recipe(
     assert (suggested.name, suggested.run) == ("mix-suggested", "mix-suggested")
     assert suggested.train.steps == before.train.steps, "the length is that of the recipe"
     assert suggested.tokens_dir == before.tokens_dir
-    assert "1 % more of zh raises the target by" in done.output
-    assert "1 % more of en lowers the target by" in done.output
-    assert "1 % of the tokens of a run is 30.72 tokens" in done.output
+    assert "1% more of zh raises the target by" in done.output
+    assert "1% more of en lowers the target by" in done.output
+    assert "1% of the tokens of a run is 30.72 tokens" in done.output
     check = f"z2a compare {directory}/suggested.yaml {recipe} --seeds 3 --budget 5-steps --target en=1,code=1"
     assert check in done.output
     assert (directory / "sweep.svg").exists()
@@ -187,7 +187,7 @@ def test_the_record_has_the_fit(search: Callable[..., Result], tmp_path: Path) -
         assert one["low"] <= one["effect"] <= one["high"]
         assert one["effect"] == pytest.approx(np.mean(list(one["effects"].values())))
     en = sources["en"]
-    # d/dw of 2 - 0.2 log(w + 0.05), by 1 % of the tokens
+    # d/dw of 2 - 0.2 log(w + 0.05), by 1% of the tokens
     assert en["effects"]["en"] == pytest.approx(-0.002 / (en["recipe"] + 0.05), rel=0.15)
     assert sorted(found["groups"], key=lambda group: group["bits_per_byte"]) == found["groups"]
 
@@ -219,7 +219,7 @@ def test_a_stopped_search_is_resumed_and_another_target_needs_no_runs(
     assert stored.fit is not None
     assert max(stored.fit.sources, key=lambda one: one.suggested or 0).source == "code", "the page shows it too"
     text = report_text(build_report(open_experiment(path, {"en": 1.0})))
-    assert "1 % more of code raises the target" in text
+    assert "1% more of code raises the target" in text
 
 
 def test_a_fit_to_noise_suggests_nothing_and_says_so(
@@ -290,13 +290,13 @@ def test_a_record_that_no_search_has_written_has_no_fit(search: Callable[..., Re
 @pytest.mark.parametrize(
     ("effect", "low", "high", "text"),
     [
-        (-0.01, -0.02, -0.005, "1 % more of zh lowers the target by 0.0100 (0.0050 to 0.0200) bits per byte"),
-        (0.01, 0.004, 0.03, "1 % more of zh raises the target by 0.0100 (0.0040 to 0.0300) bits per byte"),
+        (-0.01, -0.02, -0.005, "1% more of zh lowers the target by 0.0100 (0.0050 to 0.0200) bits per byte"),
+        (0.01, 0.004, 0.03, "1% more of zh raises the target by 0.0100 (0.0040 to 0.0300) bits per byte"),
         (
             0.01,
             -0.01,
             0.03,
-            "1 % more of zh has no effect beyond the noise: +0.0100 (-0.0100 to +0.0300) bits per byte",
+            "1% more of zh has no effect beyond the noise: +0.0100 (-0.0100 to +0.0300) bits per byte",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def _speeds(seed: int, sizes: tuple[int, ...], interaction: float = 0.02) -> dic
 
 @pytest.mark.parametrize("sizes", [(7, 4, 2, 2), (6, 4, 2, 2), (6, 5, 4, 2, 2)])
 def test_the_winner_is_within_5_percent_of_the_best_after_a_third_of_the_trials(sizes: tuple[int, ...]) -> None:
-    """A trial has 2 % of noise, the machine gets 0.2 % slower with each, and the plan has an error of 20 %. An
+    """A trial has 2% of noise, the machine gets 0.2% slower with each, and the plan has an error of 20%. An
     exhaustive grid would take three rounds, as the finalists do."""
     gaps = []
     for seed in range(30):

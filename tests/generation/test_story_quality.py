@@ -51,4 +51,4 @@ def test_samples_are_the_first_of_a_language(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_cannot_be_counted_is_not_a_percentage() -> None:
     line = story_quality_line(StoryQuality(2, 10, 0.943, 0.5, 0, None))
-    assert line == "stories: 94 % of sentences parse, 50 % of stories are consistent, no sums"
+    assert line == "stories: 94% of sentences parse, 50% of stories are consistent, no sums"

@@ -127,7 +127,7 @@ def test_palm_count_gives_the_published_utilization(devices: int, seconds: float
 
 def test_the_same_step_has_a_lower_utilization_without_the_embedding() -> None:
     config = ModelConfig(preset="z2all-1.1b")
-    rate = 65_536 / 3.23  # published as 56.06 %
+    rate = 65_536 / 3.23  # published as 56.06%
     assert rate * flops_per_token(config, 2048).model / GPUS["A800"].flops == pytest.approx(0.510, abs=0.001)
 
 

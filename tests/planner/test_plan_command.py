@@ -82,7 +82,7 @@ def test_a_plan_that_takes_long_shows_progress(options: list[str], monkeypatch: 
         monkeypatch.setattr(f"zero2all.planner.plan_text.{name}", wait_for_line)
     found = CliRunner().invoke(app, ["plan", "z2all-3m", "--gpus", "4", *options])
     assert found.exit_code == 0, found.output
-    assert lines[-1].startswith("searching layouts: 100 %" if options else "planning: ")
+    assert lines[-1].startswith("searching layouts: 100%" if options else "planning: ")
 
 
 def test_several_numbers_of_gpus_are_compared(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_closed_form_of_a_gpt_layer() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "seconds", "gpus", "mfu"),
-    [  # A800, 1.1B; one step has 65,536 tokens (16 x 1 x 2 x 2048), not 262,144: that would be 225 %
+    [  # A800, 1.1B; one step has 65,536 tokens (16 x 1 x 2 x 2048), not 262,144: that would be 225%
         (65536, 9.85, 1, 18.41), (65536, 3.23, 1, 56.06), (65536, 8.69, 1, 20.87), (65536, 3.51, 1, 51.70),
         (65536, 3.78, 1, 47.94), (65536, 3.49, 1, 51.95), (65536, 3.37, 1, 53.71), (65536, 3.17, 1, 57.47),
         (1048576, 14.71, 4, 49.33), (1048576, 14.30, 4, 50.73), (1048576, 13.77, 4, 52.69),
@@ -194,10 +194,10 @@ def test_torchtitans_8b_is_slower_on_128_h100_than_on_8() -> None:
 
 
 def test_megatrons_models_are_ranked() -> None:
-    """MFU 41.5, 51.4, 56.0 and 56.3 % on A100: https://arxiv.org/abs/2205.05198, tables 3 and 5; 175B and 530B with
+    """MFU 41.5, 51.4, 56.0 and 56.3% on A100: https://arxiv.org/abs/2205.05198, tables 3 and 5; 175B and 530B with
     three interleaved stages, 1T without.
 
-    Without its bubble (0, 3.6, 4.0 and 12.3 % of the busy time) a busy GPU there reaches 41.5, 53.3, 58.3 and 63.2 %:
+    Without its bubble (0, 3.6, 4.0 and 12.3% of the busy time) a busy GPU there reaches 41.5, 53.3, 58.3 and 63.2%:
     products of wider matrices become faster. A plan has one efficiency for all products, so that of 1T, whose bubble is
     three times as long, comes out below 530B. Both are a fifth too slow, of which 0.3 points are a hundredth."""
     mfu, bubbles = {}, []
@@ -226,4 +226,4 @@ def test_megatrons_models_are_ranked() -> None:
 
 def test_probability_of_a_failure() -> None:
     assert failure_probability(0.01, 128) == pytest.approx(0.7237, abs=1e-4)
-    assert failure_probability(FAILURE_RATES["0.27 % a card and day"], 1000) == pytest.approx(0.93, abs=0.005)
+    assert failure_probability(FAILURE_RATES["0.27% a card and day"], 1000) == pytest.approx(0.93, abs=0.005)

@@ -27,7 +27,7 @@ MOE = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size:
     ids=["one rank", "ddp", "zero 1", "bf16, zero 2", "offload", "tp", "interleaved", "pp tp cp", "ep"],
 )
 def test_the_formula_counts_what_the_sharded_model_holds(world: int, overrides: list[str]) -> None:
-    """Each item within 1 % of the dry run, which shards the model on the meta device."""
+    """Each item within 1% of the dry run, which shards the model on the meta device."""
     sizes = ["train.batch_tokens=64Ki", "train.micro_batch_tokens=2Ki", "train.precision=bf16"]
     sizes += ["model.num_hidden_layers=8", "train.seq_len=1024"]
     recipe = load_recipe_or_preset("z2all-300m", [*sizes, *overrides])

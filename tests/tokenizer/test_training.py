@@ -164,7 +164,7 @@ def test_sampling_respects_the_limit_and_is_unbiased(tmp_path: Path, classes: An
         assert all(count >= record.threshold for count in words.values())
         assert all(words[word] == count for word, count in truth.items() if count >= record.threshold)
         estimates.update(words)
-    # Of the rare words together: some 15,000, each kept with probability 1/8, give a deviation of 0.7 %.
+    # Of the rare words together: some 15,000, each kept with probability 1/8, give a deviation of 0.7%.
     rare = [word for word, number in truth.items() if number == 1]
     assert sum(estimates[word] for word in rare) / rounds == pytest.approx(len(rare), rel=0.03)
 

@@ -133,11 +133,11 @@ def test_the_parts_of_a_step_are_stacked_and_the_legend_has_their_own_values(pag
             chart = "document.querySelector('[data-chart=\"time/*\"]')"
             until(page, f"{chart}?.scrollIntoView(); return Boolean({chart})")
             until(page, INK, "time/*")
-            expected = "step 49data 1 (20 %)backward 2.5 (50 %)exposed communication 1 (20 %)other 0.5 (10 %)"
+            expected = "step 49data 1 (20%)backward 2.5 (50%)exposed communication 1 (20%)other 0.5 (10%)"
             assert page.execute_script(f"return {chart}.querySelector('.legend').textContent") == expected
             filled = until(page, INK, "time/*")
             record.step(50, loss=1.0, **{**parts, "time/data": 6.0})
-            until(page, f"return {chart}.querySelector('.legend').textContent.includes('data 6 (60 %)')")
+            until(page, f"return {chart}.querySelector('.legend').textContent.includes('data 6 (60%)')")
             assert filled > 20000, "areas, not lines"
             no_complaints(page)
 

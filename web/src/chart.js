@@ -213,7 +213,7 @@ export class Chart {
   readOut(plot) {
     const over = plot.cursor.idx != null, idx = plot.cursor.idx ?? plot.data[0].length - 1;
     const reach = over ? 200 : Infinity, total = near(plot.data.at(-1), idx, reach);
-    const shareOf = (value) => (this.stacks && total ? ` (${Math.round((100 * value) / total)} %)` : "");
+    const shareOf = (value) => (this.stacks && total ? ` (${Math.round((100 * value) / total)}%)` : "");
     // What was recorded; the line is smoothed.
     const valuesOf = (series, column) => series.own ?? plot.data[plot.series[column + 1]?.raw ? column + 1 : column];
     const items = plot.series.map((series, column) => [series.line, near(valuesOf(series, column), idx, reach)])

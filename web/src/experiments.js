@@ -42,7 +42,7 @@ const withSpread = (value, spread) => fixed(value) + (spread == null ? "" : ` ±
 
 // What a mixture search says about the sources.
 function sourceTable({ sources }) {
-  const heads = ["source", "recipe", "suggested", "1 % more", "95 % interval"];
+  const heads = ["source", "recipe", "suggested", "1% more", "95% interval"];
   return element("table", { "data-table": "sources" }, element("tr", {}, ...heads.map((head) => element("th", {}, say(head)))),
     ...sources.map((one) => element("tr", {}, ...[one.source, one.recipe.toFixed(3), one.suggested == null ? "–" : one.suggested.toFixed(3),
       signed(one.effect), `${signed(one.low)} – ${signed(one.high)}`].map((cell) => element("td", {}, cell)))));

@@ -59,7 +59,7 @@ const ZH = {
   "{} is better than {} by {}": "{} 优于 {}，相差 {}",
   "no difference beyond the noise between seeds: {} ({} minus {})": "差异没有超出种子之间的波动：{}（{} 减 {}）",
   "the noise between seeds is unknown": "种子之间的波动未知",
-  "suggested": "建议", "1 % more": "多占 1 %", "95 % interval": "95 % 区间",
+  "suggested": "建议", "1% more": "多占 1%", "95% interval": "95% 区间",
   "leave-one-out error {} (the mean: {}), rank correlation {}": "留一误差 {}（用均值预测：{}），秩相关系数 {}",
   "probes": "探针", "probe": "探针", "suite": "探针集", "group": "分组", "metric": "指标", "first": "首个", "last": "最新",
   "expected": "预期方向", "Kendall's τ": "Kendall τ", "p (Holm)": "p 值（Holm 校正）", "probability": "概率",

@@ -96,7 +96,7 @@ def speedups(report: BenchReport, earlier: BenchReport) -> dict[str, float]:
 
 
 def regressions(report: BenchReport, earlier: BenchReport) -> list[str]:
-    """A line for each measurement that is slower by more than 10 %."""
+    """A line for each measurement that is slower by more than 10%."""
     rows = {row.name: row for row in report.measurements}
     before = {row.name: row for row in earlier.measurements}
     return [

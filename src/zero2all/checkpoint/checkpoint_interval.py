@@ -14,7 +14,7 @@ DAY = 86400.0
 
 
 # Failures per GPU and day. The second is from https://arxiv.org/abs/2407.21783.
-FAILURE_RATES = {"0.27 % a card and day": 0.0027, "466 in 54 days on 16,384": 466 / 54 / 16384}
+FAILURE_RATES = {"0.27% a card and day": 0.0027, "466 in 54 days on 16,384": 466 / 54 / 16384}
 
 
 @dataclass(frozen=True)

@@ -259,5 +259,5 @@ def _compared(name: str, run: Callable[[], BenchReport], out: Path | None, again
     result = _result(name, report, report_markdown(report, earlier), out)
     if earlier is not None and (slower := regressions(report, earlier)):
         found = "\n".join(slower)
-        raise Z2aError(f"slower than {against} by more than 10 %:\n{found}\n\n{result.text}")
+        raise Z2aError(f"slower than {against} by more than 10%:\n{found}\n\n{result.text}")
     return result

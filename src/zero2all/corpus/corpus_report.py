@@ -191,7 +191,7 @@ def _sources_table(report: CorpusReport) -> str:
         kept = train.bytes + valid.bytes
         share = kept / max(1, read.bytes)
         cells = [counts.files, read.documents, show_bytes(read.bytes), train.documents, valid.documents]
-        cells += [f"{show_bytes(kept)} ({100 * share:.1f} %)", report.statistics[name].characters.median]
+        cells += [f"{show_bytes(kept)} ({100 * share:.1f}%)", report.statistics[name].characters.median]
         rows.append(f"<tr><td>{escape(name)}" + "".join(f"<td>{cell}" for cell in cells) + "</tr>")
     return f"<table>{''.join(rows)}</table>"
 

@@ -211,7 +211,7 @@ class Agent(LocalElasticAgent):
         self._dump_requested = False
         self._next_straggler_check = time.monotonic() + self.rendezvous.clock.seconds_to_next_check()
         if (found := find_straggler(arrivals)) is not None:
-            say(f"warning: rank {found[0]} is slow: the others wait for it {100 * found[1]:.0f} % of the time")
+            say(f"warning: rank {found[0]} is slow: the others wait for it {100 * found[1]:.0f}% of the time")
 
     def _result(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -285,7 +285,7 @@ class RendezvousState:
         if found is None:
             return None
         node = self.nodes[found.node]
-        warning = f"{node} is slow: the others wait for it {100 * found.share:.0f} % of the time"
+        warning = f"{node} is slow: the others wait for it {100 * found.share:.0f}% of the time"
         if not found.confirmed or self.settings.stragglers != "exclude":
             return warning
         kept = self.exclude(found.node, "straggler", f"slow in {CHECKS_TO_CONFIRM} checks in a row", failed=False)

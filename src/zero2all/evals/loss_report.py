@@ -37,7 +37,7 @@ from zero2all.track.run_view import read_run_view
 from zero2all.train.run import TEST_SETS
 
 DEFAULT_WINDOW = 2048  # of a model without a recipe
-CONFIDENCE = 1.96  # standard errors on both sides: 95 %
+CONFIDENCE = 1.96  # standard errors on both sides: 95%
 MIN_EVALUATIONS, MAX_EVALUATIONS = 4, 6  # at the end of a run, to measure the noise between checkpoints
 
 
@@ -56,7 +56,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """How much two measurements of bits per byte differ by chance, at 95 % confidence."""
+    """How much two measurements of bits per byte differ by chance, at 95% confidence."""
 
     bits_per_byte: float
     evaluations: int | None
@@ -214,7 +214,7 @@ def format_loss(report: LossReport) -> str:
 
 
 def _explain(report: LossReport) -> list[str]:
-    lines = ["±: 95 % confidence over documents: what other text of the same kind would give"]
+    lines = ["±: 95% confidence over documents: what other text of the same kind would give"]
     floor = report.noise.get("all")
     if floor is None:
         return lines

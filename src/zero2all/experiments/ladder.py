@@ -179,13 +179,13 @@ def ladder_text(report: LadderReport) -> str:
     lines = [text_table(rows), "", f"bits per byte = {report.fit}"]
     if (found := report.prediction) is not None:
         lines.append(
-            f"predicted at {found.compute:.3g} FLOPs: {found.loss:.4f} bits per byte, 95 % interval "
-            f"{found.low:.4f} to {found.high:.4f} (± {100 * found.margin:.1f} %)"
+            f"predicted at {found.compute:.3g} FLOPs: {found.loss:.4f} bits per byte, 95% interval "
+            f"{found.low:.4f} to {found.high:.4f} (± {100 * found.margin:.1f}%)"
         )
         if report.measured is not None:
             error = report.measured / found.loss - 1
             inside = "inside" if found.low <= report.measured <= found.high else "OUTSIDE"
-            lines.append(f"measured: {report.measured:.4f}, {100 * error:+.2f} %, {inside} the interval")
+            lines.append(f"measured: {report.measured:.4f}, {100 * error:+.2f}%, {inside} the interval")
     return "\n".join(lines)
 
 
@@ -207,7 +207,7 @@ def ladder_plot(record: ExperimentRecord, reach: float | None = None) -> Plot | 
     curves = [
         Curve("trained", [], [(point.compute, point.loss) for point in points], colour=0),
         Curve("fit", [(one.compute, one.loss) for one in grid], colour=0),
-        Curve("95 % interval", [(one.compute, one.low) for one in grid], colour=8),
+        Curve("95% interval", [(one.compute, one.low) for one in grid], colour=8),
         Curve("", [(one.compute, one.high) for one in grid], colour=8),
     ]
     if targets:

@@ -82,7 +82,7 @@ def fit_response(shares: Array, values: Array, target: Array) -> Fit:
 
 
 def effect_interval(fit: Fit, shares: Array, values: Array, target: Array, at: Array) -> tuple[Array, Array]:
-    """95 % interval of the effect of each source on the target, by Rubin's Bayesian bootstrap over the mixtures.
+    """95% interval of the effect of each source on the target, by Rubin's Bayesian bootstrap over the mixtures.
 
     Weights in place of resampling: of a dozen mixtures, a resample may lack those that show a source.
     """

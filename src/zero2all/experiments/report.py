@@ -240,9 +240,9 @@ def mixture_rows(record: ExperimentRecord) -> list[list[str]]:
 
 
 def source_rows(fit: MixtureFit) -> list[list[str]]:
-    """Shares of each source, and the effect of 1 % more of it on the target and on its validation sources."""
+    """Shares of each source, and the effect of 1% more of it on the target and on its validation sources."""
     validated = list(fit.sources[0].effects)[:MAX_COLUMNS]
-    rows = [["source", "recipe", "suggested", "1 % more", "95 % interval", *(f"on {name}" for name in validated)]]
+    rows = [["source", "recipe", "suggested", "1% more", "95% interval", *(f"on {name}" for name in validated)]]
     for one in fit.sources:
         suggested = UNKNOWN if one.suggested is None else f"{one.suggested:.3f}"
         interval = f"{one.low:+.4f} to {one.high:+.4f}"
@@ -265,7 +265,7 @@ def mixture_remarks(record: ExperimentRecord) -> Iterator[str]:
         return
     yield from _fit_remarks(record.fit)
     tokens = max((group.tokens or 0 for group in record.groups), default=0)
-    yield f"1 % of the tokens of a run is {show_count(tokens / 100)} tokens"
+    yield f"1% of the tokens of a run is {show_count(tokens / 100)} tokens"
     yield from map(effect_text, record.fit.sources)
 
 
@@ -301,8 +301,8 @@ def effect_text(source: MixtureSource) -> str:
     """One sentence on what a source gives."""
     if source.low <= 0 <= source.high:
         interval = f"{source.effect:+.4f} ({source.low:+.4f} to {source.high:+.4f})"
-        return f"1 % more of {source.source} has no effect beyond the noise: {interval} bits per byte"
+        return f"1% more of {source.source} has no effect beyond the noise: {interval} bits per byte"
     verb = "lowers" if source.effect < 0 else "raises"
     low, high = sorted((abs(source.low), abs(source.high)))
     size = f"{abs(source.effect):.4f} ({low:.4f} to {high:.4f})"
-    return f"1 % more of {source.source} {verb} the target by {size} bits per byte"
+    return f"1% more of {source.source} {verb} the target by {size} bits per byte"

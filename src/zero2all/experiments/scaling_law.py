@@ -2,7 +2,7 @@
 
 The fit is L(C) = floor + scale * C^-exponent. The floor is profiled: for each candidate the other two are a linear
 least-squares fit of log(L - floor), weighted so that residuals count in L. The band covers every floor that the data
-does not exclude at 95 %, and the error of the other two.
+does not exclude at 95%, and the error of the other two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Prediction:
     compute: float
     loss: float
     low: float
-    """The 95 % interval of a single new run."""
+    """The 95% interval of a single new run."""
     high: float
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the difference between two groups of runs exceeds the noise between seeds: a two-sided t-test at 95 %."""
+"""Whether the difference between two groups of runs exceeds the noise between seeds: a two-sided t-test at 95%."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ def story_quality_line(quality: StoryQuality) -> str:
     """The quality in one line of text.
 
     >>> story_quality_line(StoryQuality(200, 1500, 0.943, 0.61, 90, None))
-    'stories: 94 % of sentences parse, 61 % of stories are consistent, no sums'
+    'stories: 94% of sentences parse, 61% of stories are consistent, no sums'
     """
     parts = [
         (quality.parsed_share, "sentences", "parse"),
         (quality.consistent_share, "stories", "are consistent"),
         (quality.right_sum_share, "sums", "are right"),
     ]
-    shown = [f"no {noun}" if share is None else f"{100 * share:.0f} % of {noun} {verb}" for share, noun, verb in parts]
+    shown = [f"no {noun}" if share is None else f"{100 * share:.0f}% of {noun} {verb}" for share, noun, verb in parts]
     return "stories: " + ", ".join(shown)
 
 

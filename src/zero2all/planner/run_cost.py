@@ -11,7 +11,7 @@ from zero2all.planner.cluster import Cluster
 from zero2all.planner.workload import Workload
 from zero2all.recipe import ModelConfig
 
-PLANNED_RATE = "0.27 % a card and day"
+PLANNED_RATE = "0.27% a card and day"
 FAILURES_PER_GPU_DAY = FAILURE_RATES[PLANNED_RATE]
 SERVED_BATCH = 8
 TRAINED_BYTES = 18  # per parameter: fp32 and bf16 weights, fp32 gradients, two moments of AdamW
@@ -78,7 +78,7 @@ class RunCost:
     money: float | None
     """With the time that failures cost."""
     failures: float
-    """Expected number, at 0.27 % for each GPU and day."""
+    """Expected number, at 0.27% for each GPU and day."""
     failure_a_day: float
     """Probability of at least one on a day."""
     checkpoint_bytes: int

@@ -15,7 +15,7 @@ from zero2all.parallel.storage_tracker import Allocation, StorageTracker
 from zero2all.torch_private import dump_cuda_memory, gathered_weights, record_cuda_memory
 from zero2all.train.step_timer import Part, StepTimer
 
-SNAPSHOT_GROWTH = 1.01  # the peak is known to 1 %
+SNAPSHOT_GROWTH = 1.01  # the peak is known to 1%
 MAX_POINTS = 2000  # of a timeline
 
 

@@ -172,7 +172,7 @@ def render_table(evaluation: Evaluation) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.5g} %"
+    return f"{100 * value:.5g}%"
 
 
 def render_svg(evaluation: Evaluation) -> str:

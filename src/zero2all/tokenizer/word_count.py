@@ -8,7 +8,7 @@ structure has a memory limit:
 2. The spills of all shards are aggregated, one hash partition after another, so that each word's total is known.
    Totals are kept while they fit into the limit. Beyond it a threshold T rises: a word with total c is kept with
    probability min(1, c/T) and then counts as max(c, T). That is unbiased for every word and every pair, while dropping
-   rare words would cost Chinese up to 18 % of its compression: rare clauses are made of common pairs.
+   rare words would cost Chinese up to 18% of its compression: rare clauses are made of common pairs.
 
 Whether a word is kept depends on its total, T and a hash of word and seed, and T only on all totals. So neither the
 number of workers nor any ordering changes a byte.

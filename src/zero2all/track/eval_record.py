@@ -121,7 +121,7 @@ def mann_kendall(values: Sequence[float]) -> Trend | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values for several tests at once: below 0.05, the chance of any false one among them is below 5 %.
+    """p-values for several tests at once: below 0.05, the chance of any false one among them is below 5%.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -179,7 +179,7 @@ class EvalLine:
     digest: OptionalName = ""
     """Of what was measured: values with different ones cannot be compared."""
     error: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    """Half of the 95 % confidence interval."""
+    """Half of the 95% confidence interval."""
     time: Annotated[float, Field(strict=True, ge=-MAX_TIME, le=MAX_TIME)]
     """When it was evaluated, in seconds since the epoch."""
 
@@ -198,7 +198,7 @@ class EvalCurve:
     times: list[float]
     values: list[float]
     errors: list[float | None]
-    """Half of the 95 % confidence interval of each value, if it is known."""
+    """Half of the 95% confidence interval of each value, if it is known."""
     tau: float | None = None
     """Kendall's tau in the direction that is better; None with fewer than three checkpoints."""
     p: float | None = None

@@ -98,7 +98,7 @@ class Verdict:
     other: str
     difference: Finite
     margin: Finite | None
-    """Half the width of the 95 % confidence interval; None if the noise between seeds is unknown."""
+    """Half the width of the 95% confidence interval; None if the noise between seeds is unknown."""
 
     @property
     def is_beyond_noise(self) -> bool:
@@ -136,10 +136,10 @@ class MixtureSource:
     suggested: Finite | None
     """Its share in the suggested mixture; None without a suggestion."""
     effect: Finite
-    """Change of the target, in bits per byte, if this share rises by 1 % of the tokens and the others make room in
+    """Change of the target, in bits per byte, if this share rises by 1% of the tokens and the others make room in
     proportion, from the mixture of the recipe on."""
     low: Finite
-    """The 95 % interval of the effect."""
+    """The 95% interval of the effect."""
     high: Finite
     effects: dict[str, Finite]
     """The same change of each validation source of the target."""

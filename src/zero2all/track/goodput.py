@@ -161,7 +161,7 @@ def format_goodput(report: GoodputReport) -> str:
     lost = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in report.lost.items() if seconds >= 0.5)
     recomputed = f" ({report.steps_done_again} steps recomputed)" if report.steps_done_again else ""
     return (
-        f"goodput {100 * report.goodput:.1f} % of {show_seconds(report.seconds)}"
+        f"goodput {100 * report.goodput:.1f}% of {show_seconds(report.seconds)}"
         + (f"; lost: {lost}" if lost else "")
         + recomputed
     )

@@ -169,7 +169,7 @@ def initial_loss(curve: LossCurve) -> Iterator[Finding]:
 
 
 def compare_to_reference(curve: LossCurve) -> Iterator[Finding]:
-    """The loss against the reference curve of this recipe and sources at the same tokens: within 5 % is expected."""
+    """The loss against the reference curve of this recipe and sources at the same tokens: within 5% is expected."""
     batch = curve.run.metadata.batch_tokens
     if curve.reference is None or not curve.reference.exists() or not batch or not len(curve.steps):
         return
@@ -198,7 +198,7 @@ def not_finite(curve: LossCurve) -> Iterator[Finding]:
 
 
 def divergence(curve: LossCurve) -> Iterator[Finding]:
-    """The smoothed losses of all sources are above their earlier minima, by 10 % and by far more than their noise."""
+    """The smoothed losses of all sources are above their earlier minima, by 10% and by far more than their noise."""
     changes = [change for source in curve.sources if (change := rise_since_best(source)) is not None]
     mean = sum(change.share for change in changes) / max(1, len(changes))
     if mean < 0.1 or not is_certain(changes):
@@ -208,7 +208,7 @@ def divergence(curve: LossCurve) -> Iterator[Finding]:
 
 
 def plateau(curve: LossCurve) -> Iterator[Finding]:
-    """The last fifth of the steps improved the median loss by less than 0.2 %."""
+    """The last fifth of the steps improved the median loss by less than 0.2%."""
     if len(curve.loss) < 4 * MIN_POINTS:
         return
     fifth = len(curve.loss) // 5
@@ -240,7 +240,7 @@ def _median_of_next_five(loss: Array) -> Array:
 
 
 def sudden_drop(curve: LossCurve) -> Iterator[Finding]:
-    """The loss of a source falls below its trend, by 8 % and by far more than its noise, after the first tenth."""
+    """The loss of a source falls below its trend, by 8% and by far more than its noise, after the first tenth."""
     first_step = (curve.run.total_steps or 0) / 10
     changes = [change for source in curve.sources if (change := fall_below_trend(source, first_step)) is not None]
     change = max(changes, key=lambda change: change.errors, default=None)
@@ -273,7 +273,7 @@ def dead_source(curve: LossCurve) -> Iterator[Finding]:
 
 
 def throughput_drop(curve: LossCurve) -> Iterator[Finding]:
-    """The last tenth ran at less than 85 % of the median speed before it."""
+    """The last tenth ran at less than 85% of the median speed before it."""
     if "tokens_per_second" not in curve.run.readers[0].names or len(curve.steps) < MIN_POINTS:
         return
     table = curve.run.table(["tokens_per_second"], points=MAX_POINTS)

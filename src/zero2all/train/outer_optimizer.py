@@ -28,7 +28,7 @@ from zero2all.parallel.mesh import shard_range
 from zero2all.recipe.parallel import SyncRecipe
 
 ExchangeDtype = Literal["fp32", "bf16", "int8"]
-BLOCK = 256  # values that share a scale: 1.6 % more bytes
+BLOCK = 256  # values that share a scale: 1.6% more bytes
 MAX_CODE = 127
 MIN_CODE = -128  # which no island of ours sends
 

@@ -27,7 +27,7 @@ def code_generated(document: Document) -> FilterResult:
     """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
 
     The limits on lines and on the share of letters and digits are those of StarCoder (mean 100, longest 1,000
-    characters, 25 %; https://arxiv.org/abs/2305.06161). A byte above ASCII counts as a letter.
+    characters, 25%; https://arxiv.org/abs/2305.06161). A byte above ASCII counts as a letter.
     """
     if classify_text(document) != "code":
         return KEEP

@@ -41,7 +41,7 @@ def gopher_quality(
     """Drop what does not look like running text (Rae et al. 2021, https://arxiv.org/abs/2112.11446).
 
     The same as published: 50 to 100,000 words; mean word length 3 to 10; hash signs and ellipses each at most a tenth
-    of the words; at most 90 % of lines starting with a bullet and 30 % ending with an ellipsis; a letter in 80 % of
+    of the words; at most 90% of lines starting with a bullet and 30% ending with an ellipsis; a letter in 80% of
     the words; two of the eight stop words.
 
     Different: words are what white space separates, and signs standing alone are not words; blank lines are not
@@ -49,7 +49,7 @@ def gopher_quality(
     Markdown headings and are not counted. A limit of 0 is no limit.
 
     Chinese: lengths are in letters, Han included (50 words are some 80); word length is not looked at; letters are
-    60 % of what is not white space (FineWeb-2 asks 73.5 % of words, but punctuation is no word); stop words are asked
+    60% of what is not white space (FineWeb-2 asks 73.5% of words, but punctuation is no word); stop words are asked
     of text from 200 letters on, because a poem may have none. Other scripts and code are not judged.
     """
     kind = classify_text(document)
@@ -197,14 +197,14 @@ _STOP_CHARS_ZH = (*_STOP_CHARS, "。", "！", "？", "；", "：", "，", "」",
 def fineweb_quality(document: Document) -> FilterResult:
     """Drop pages that are lists or menus (Penedo et al. 2024, https://arxiv.org/abs/2406.17557).
 
-    The same as published: more than 12 % of lines end in punctuation; fewer than 67 % are of 30 characters or less;
-    less than 1 % of characters are in repeated lines; at most 0.3 line ends a word.
+    The same as published: more than 12% of lines end in punctuation; fewer than 67% are of 30 characters or less;
+    less than 1% of characters are in repeated lines; at most 0.3 line ends a word.
 
     Different: blank lines are no lines and their line ends do not count, so that Markdown with a blank line between
     paragraphs is judged like text without; words are what white space separates.
 
     Chinese: Chinese punctuation counts, the comma included, because verse and classical prose break lines at it;
-    a line of 10 characters is short; 10.6 % and 0.178 line ends a word are FineWeb-2's for ``cmn_Hani``, the latter
+    a line of 10 characters is short; 10.6% and 0.178 line ends a word are FineWeb-2's for ``cmn_Hani``, the latter
     0.11 a character. Other scripts and code are not judged.
     """
     kind = classify_text(document)

@@ -50,7 +50,7 @@ def gopher_repetition(
     an ASCII word being one. A Chinese word has some 1.6 characters, so n words become round(1.6 n) characters; the
     thresholds are those of FineWeb-2 for ``cmn_Hani``. Code is not judged: it repeats by nature.
 
-    Statutes and manuals repeat long terms: over half of the Chinese statutes tried have more than 20 % of characters
+    Statutes and manuals repeat long terms: over half of the Chinese statutes tried have more than 20% of characters
     in repeated 8-grams. ``DEFAULT_FILTERS`` is wider there; for web text alone the values here are better.
     """
     kind = classify_text(document)

@@ -23,7 +23,7 @@ Z_95 = 1.959964
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric and its 95 % confidence interval."""
+    """A metric and its 95% confidence interval."""
 
     value: float
     low: float
@@ -222,7 +222,7 @@ def format_report(report: BenchReport) -> str:
     if report.differences:
         header = ["task", "form", "from", "to", "metric", "difference", "items"]
         parts += ["", text_table([header, *map(_row, report.differences)], right=False)]
-        parts.append("* the 95 % confidence interval excludes 0")
+        parts.append("* the 95% confidence interval excludes 0")
     return "\n".join([*parts, *map(str, report.contamination), *report.notes])
 
 
