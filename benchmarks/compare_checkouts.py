@@ -32,11 +32,11 @@ from benchmarks.common import benchmark_parser, show
 # Measurements of the machine: their keys are compared, their values are not.
 MEASURED = {
     "time", "tokens_per_second", "tflops", "mfu", "mfu_palm", "hfu", "memory", "data_wait", "startup", "seconds",
-    "checkpoint_stall", "step_time",
+    "checkpoint_stall", "step_time", "islands/wait",
 }  # fmt: skip
 COMPARE = Path("benchmarks/compare")
 REWARD = """def vowels(prompt, answer, reference):
-    return sum(answer.text.count(one) for one in "aeiou") / 10
+    return sum(answer.count(one) for one in "aeiou") / 10
 """
 
 
@@ -63,6 +63,11 @@ class Checkout:
         work.mkdir(parents=True)
         write_text(work / "text")
         (work / "compare_rewards.py").write_text(REWARD)
+
+    @property
+    def before_chat(self) -> bool:
+        """Whether what is now part of other commands, such as chat and launch, has commands of its own."""
+        return (self.path / "src/zero2all/cli/profile.py").exists()
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -99,7 +104,10 @@ class Checkout:
         if case.islands > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 address = f"127.0.0.1:{free.getsockname()[1]}"
-            rendezvous = self.start("launch", "--rendezvous-only", "--rdzv-listen", address)
+            host, port = address.split(":")
+            listen = ("launch", "--rendezvous-only", "--rdzv-listen", address)
+            serve = ("rendezvous", "--listen", host, "--port", port) if self.before_chat else listen
+            rendezvous = self.start(*serve)
             try:
                 islands = [("--island", island, "--islands-endpoint", address, "--") for island in range(case.islands)]
                 for job in [self.start(*launch, *island, *command) for island in islands]:
@@ -111,8 +119,7 @@ class Checkout:
             self.z2a(*command) if case.ranks == 1 else self.z2a(*launch, "--", *command)
 
     def sample(self, run: Path) -> str:
-        before_chat = (self.path / "src/zero2all/cli/profile.py").exists()  # it was a command of its own
-        command = "generate" if before_chat else "chat"
+        command = "generate" if self.before_chat else "chat"
         return self.z2a(command, run, "--prompt", "ab", "max_tokens=12", "temperature=0", "top_k=0")
 
 
@@ -155,7 +162,7 @@ def observed(out: Path) -> dict[str, Any]:
                 continue
             if line.get("event") in ("goodput", "initial weights"):  # times and paths
                 continue
-            values = {key: repr(value) for key, value in line.items() if key.split("/")[0] not in MEASURED}
+            values = {key: repr(value) for key, value in line.items() if not {key, key.split("/")[0]} & MEASURED}
             place = f"{record.relative_to(run)} {line.get('event', 'step')} {line.get('step')}"
             facts.setdefault(place, []).append({"keys": sorted(line), **values})
     for checkpoint in sorted(run.rglob("checkpoints/step-*")):
