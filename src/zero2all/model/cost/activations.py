@@ -56,8 +56,8 @@ def activation_bytes(
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
-    end = _norm_bytes(config.hidden_size, element, shards) if config.num_hidden_layers - 1 in layers else 0
-    stream = (4 if config.residual_fp32 else element) * config.hidden_size // shards.stream
+    end = _norm_bytes(config, element, shards) if config.num_hidden_layers - 1 in layers else 0
+    stream = _stream_bytes(config, element) // shards.stream
     scores = score_bytes * config.num_attention_heads // shards.tp
     blocks = []
     for layer in layers:
@@ -159,9 +159,13 @@ def all_logits_bytes(config: ModelConfig, tokens: int) -> int:
     return 3 * 4 * tokens * config.padded_vocab_size
 
 
-def _norm_bytes(size: int, element: int, shards: ActivationShards) -> int:
-    """fp32 before and after scaling, and the copy that the matrices after it read, which tp gathers."""
-    return 8 * size // shards.stream + element * size
+def _norm_bytes(config: ModelConfig, element: int, shards: ActivationShards) -> int:
+    """The residual before the norm, and the copy of its output that the matrices read, which tp gathers."""
+    return _stream_bytes(config, element) // shards.stream + element * config.hidden_size
+
+
+def _stream_bytes(config: ModelConfig, element: int) -> int:
+    return (4 if config.residual_fp32 else element) * config.hidden_size
 
 
 def _block_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:
@@ -170,7 +174,7 @@ def _block_bytes(config: ModelConfig, layer: int, element: int, shards: Activati
     # q, k, v, and what comes out, by heads and by tokens
     sharded = element * (3 * queries + 2 * keys * shards.gathered_keys)
     if config.qk_norm:
-        sharded += 8 * (queries + keys)
+        sharded += element * (queries + keys)
     wide, routed = config.intermediate_size, 0
     if moe is not None and config.is_moe_layer(layer):
         wide = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
@@ -179,7 +183,7 @@ def _block_bytes(config: ModelConfig, layer: int, element: int, shards: Activati
         routed += 2 * element * moe.num_experts_per_tok * hidden  # tokens brought to their experts, and back
     sharded += 4 * element * wide  # gate, up, silu(gate) and their product
     dropped = 2 * hidden // shards.stream if config.residual_dropout else 0  # masks of a byte
-    return 2 * _norm_bytes(hidden, element, shards) + sharded // shards.tp + routed + dropped
+    return 2 * _norm_bytes(config, element, shards) + sharded // shards.tp + routed + dropped
 
 
 def _product_bytes(config: ModelConfig, layer: int, element: int, shards: ActivationShards) -> int:
