@@ -55,7 +55,7 @@ def edit(path: str, before: str, after: str) -> Callable[[Path], None]:
     ("change", "found"),
     [
         (edit("recipe.yaml", "760", "800"), ["curve.png: stale"]),
-        (edit("recipe.yaml", "train", "# longer\ntrain"), []),
+        (edit("recipe.yaml", "760", "760  # longer"), []),
         (edit("page.py", "return WIDTH", "return 2 * WIDTH"), ["curve.png: stale", "film.svg: stale"]),
         (edit("page.py", "return 1", "return 2"), ["film.svg: stale"]),
         (edit("README.md", "film.svg", "gone.svg"), ["film.svg: on no page"]),

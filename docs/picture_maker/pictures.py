@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 IMAGES = Path("docs", "images")
 KEY = "z2a-fingerprint"
@@ -132,7 +134,9 @@ def _source_text(root: Path, source: str) -> str:
         text = _definition(text, name)
     if path.endswith(".js"):
         text = text.partition("*/")[2]  # the digest of the sources, with their comments
-    if path.endswith((".py", ".yaml")):  # comments are not shown
+    if path.endswith(".yaml"):  # comments are not shown
+        return repr(yaml.safe_load(text))
+    if path.endswith(".py"):
         text = "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
     return text
 

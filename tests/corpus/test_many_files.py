@@ -193,7 +193,7 @@ def test_a_share_of_documents_is_taken_and_grows_with_the_share(tmp_path: Path) 
 
 
 def test_the_share_says_nothing_about_the_split() -> None:
-    gids = [f"{number * 0x9E3779B97F4A7C15F39CC0605CEDC834% 2**128:032x}" for number in range(20_000)]
+    gids = [f"{number * 0x9E3779B97F4A7C15F39CC0605CEDC834 % 2**128:032x}" for number in range(20_000)]
     both = sum(is_taken(gid, 0.25) and is_validation(gid, 0.1) for gid in gids)
     assert both == pytest.approx(0.25 * 0.1 * len(gids), rel=0.2)
 
