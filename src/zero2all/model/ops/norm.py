@@ -46,7 +46,7 @@ class CpuRmsNorm(torch.autograd.Function):
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu":
-        out: Tensor = CpuRmsNorm.apply(x, weight, eps)
+        out: Tensor = CpuRmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
     # torch's CUDA kernel keeps x as it is and one number a row. With a weight of another type it is not used, and what
     # runs instead keeps two copies in fp32.
