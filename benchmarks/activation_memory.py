@@ -17,8 +17,8 @@ import torch
 from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns
 from torch import Tensor
 
-from zero2all.charts.table import markdown_table
-from zero2all.model.cost.activations import activation_bytes
+from zero2all.base.charts.table import markdown_table
+from zero2all.model.cost.activations import ActivationPolicy, activation_bytes
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
@@ -55,10 +55,8 @@ def seconds(model: ParallelModel, tokens: Tensor) -> float:
 def estimated(model: ParallelModel) -> int:
     recipe, mode = model.recipe, model.recipe.activation_checkpointing
     assert mode != "budget"
-    return activation_bytes(
-        model.config, ROWS * LENGTH, False, mode, every=recipe.activation_checkpointing_every,
-        offload=recipe.activation_offload,
-    )  # fmt: skip
+    policy = ActivationPolicy(mode, recipe.activation_checkpointing_every, recipe.activation_offload)
+    return activation_bytes(model.config, ROWS * LENGTH, half=False, policy=policy)
 
 
 def main() -> None:

@@ -20,7 +20,15 @@ import torch
 from benchmarks.common import benchmark_parser, show, show_json, wall_seconds
 
 from zero2all.bench.measurements import write_report
-from zero2all.checkpoint import SHM_DIRECTORY, CheckpointCallbacks, CheckpointManager, CheckpointStore, RankGroup
+from zero2all.checkpoint import (
+    SHM_DIRECTORY,
+    CheckpointCallbacks,
+    CheckpointedModel,
+    CheckpointManager,
+    CheckpointPlaces,
+    CheckpointStore,
+    RankGroup,
+)
 from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
 from zero2all.model import Z2all
 from zero2all.recipe import load_recipe_or_preset
@@ -46,9 +54,8 @@ class Trained:
 
 
 def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict[str, Any]:
-    manager = CheckpointManager(
-        CheckpointStore(directory), memory, directory, trained.model, [trained.optimizer], RankGroup()
-    )
+    places = CheckpointPlaces(CheckpointStore(directory), directory, memory)
+    manager = CheckpointManager(places, CheckpointedModel(trained.model, [trained.optimizer]), RankGroup())
     state = training_state_dict(trained.model, [trained.optimizer])
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in flatten_tensors(state))
     source = torch.ones(size, dtype=torch.uint8)
@@ -83,13 +90,10 @@ def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) 
     """Steps while a checkpoint is being written against steps just before; the stall itself is not in them."""
     written: list[float] = []
     manager = CheckpointManager(
-        CheckpointStore(directory),
-        memory,
-        directory,
-        trained.model,
-        [trained.optimizer],
+        CheckpointPlaces(CheckpointStore(directory), directory, memory),
+        CheckpointedModel(trained.model, [trained.optimizer]),
         RankGroup(),
-        callbacks=CheckpointCallbacks(on_saved=lambda step, seconds: written.append(seconds)),
+        CheckpointCallbacks(on_saved=lambda step, seconds: written.append(seconds)),
     )
     manager.save(0, {}, durable=True)
     manager.wait_until_saved()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from benchmarks.common import benchmark_parser, show
 
-from zero2all.charts.table import markdown_table
-from zero2all.units import show_count
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.units import show_count
 
 
 @dataclass(frozen=True)

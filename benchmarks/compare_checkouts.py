@@ -17,11 +17,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ class Case:
     recipe: str = "base"
     islands: int = 1
     """Jobs that exchange what their weights have gained."""
+    init: str | None = None
+    """The case whose weights it starts from."""
 
 
 def read_cases(checkout: Path) -> dict[str, Case]:
@@ -69,17 +73,26 @@ class Checkout:
         """Whether what is now part of other commands, such as chat and launch, has commands of its own."""
         return (self.path / "src/zero2all/cli/profile.py").exists()
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
+    @contextmanager
+    def running(self, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+        """A command, which is stopped at the end if it has not ended."""
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         own = {"PYTHONPATH": f"{self.path / 'src'}:{self.work}", "Z2A_JOB_SECRET": "0" * 32}
         environment = os.environ | threads | own
         command = [sys.executable, "-m", "zero2all.cli", *map(str, arguments)]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.work, env=environment, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(command, cwd=self.work, env=environment, stdout=pipe, stderr=pipe, text=True)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.communicate()
 
     def z2a(self, *arguments: object) -> str:
         """Run a command; what it prints on stdout."""
-        return self.finish(self.start(*arguments))
+        with self.running(*arguments) as process:
+            return self.finish(process)
 
     def finish(self, process: subprocess.Popen[str]) -> str:
         printed, errors = process.communicate()
@@ -91,15 +104,17 @@ class Checkout:
         path = self.path / COMPARE / f"{name}.yaml"
         return path if path.exists() else other.path / COMPARE / f"{name}.yaml"
 
-    def train(self, case: Case, out: Path, other: Checkout) -> None:
+    def train(self, case: Case, out: Path, other: Checkout, weights: Path | None = None) -> None:
+        """Into ``out``, or on from what is there. The weights it starts from are below ``weights``, or here."""
         recipe, stages = self.recipe(case.recipe, other), self.work / "stages" / case.recipe
+        init = () if case.init is None else (f"train.init={(weights or self.work) / case.init}",)
         if not stages.exists():
             for stage in (("corpus", "build"), ("tokenizer", "train"), ("tokens", "build")):
                 if case.recipe == "base" or stage[0] != "tokenizer":  # the others take the tokenizer of base
-                    self.z2a(*stage, recipe, f"out={stages}")
+                    self.z2a(*stage, recipe, f"out={stages}", *init)
         if not out.exists():
             shutil.copytree(stages, out)
-        command = ("train", recipe, f"out={out}", *case.changes)
+        command = ("train", recipe, f"out={out}", *init, *case.changes)
         launch = ("launch", "--nproc-per-node", case.ranks)
         if case.islands > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -107,14 +122,12 @@ class Checkout:
             host, port = address.split(":")
             listen = ("launch", "--rendezvous-only", "--rdzv-listen", address)
             serve = ("rendezvous", "--listen", host, "--port", port) if self.before_chat else listen
-            rendezvous = self.start(*serve)
-            try:
-                islands = [("--island", island, "--islands-endpoint", address, "--") for island in range(case.islands)]
-                for job in [self.start(*launch, *island, *command) for island in islands]:
+            islands = [("--island", island, "--islands-endpoint", address, "--") for island in range(case.islands)]
+            with ExitStack() as stack:
+                stack.enter_context(self.running(*serve))
+                jobs = [stack.enter_context(self.running(*launch, *island, *command)) for island in islands]
+                for job in jobs:
                     self.finish(job)
-            finally:
-                rendezvous.terminate()
-                rendezvous.communicate()
         else:
             self.z2a(*command) if case.ranks == 1 else self.z2a(*launch, "--", *command)
 
@@ -212,7 +225,7 @@ def resumed(old: Checkout, new: Checkout, case: Case, out: Path) -> list[str]:
     shutil.copytree(out, copy)
     last = max((copy / "run/checkpoints").glob("step-*"))
     shutil.rmtree(last)
-    new.train(case, copy, old)
+    new.train(case, copy, old, old.work)
     found = differences({last.name: digests(out / "run/checkpoints" / last.name)}, {last.name: digests(last)})
     if old.sample(out / "run") != new.sample(out / "run"):
         found.append("chat --prompt: another text")
@@ -224,17 +237,23 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases; dense, where some start, always runs")
     parser.add_argument("--fresh", action="store_true", help="do not resume runs of the first, whose keys are unknown")
     options = parser.parse_args()
+    for checkout in (options.old, options.new):
+        if not (checkout / COMPARE / "cases.yaml").is_file():
+            parser.error(f"{checkout} has no {COMPARE}/cases.yaml: give the directory of a checkout")
+    cases = read_cases(options.new)
+    if unknown := set(options.only) - cases.keys():
+        parser.error(f"--only {' '.join(sorted(unknown))}: the cases are {', '.join(cases)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running commands are stopped
     failed = False
     with tempfile.TemporaryDirectory() as directory:
         old = Checkout(options.old, Path(directory) / "old")
         new = Checkout(options.new, Path(directory) / "new")
-        cases = read_cases(new.path)
         before_cases = cases | read_cases(old.path)
         for case in cases.values():
-            if options.only and case.name not in options.only:
+            if options.only and case.name not in ("dense", *options.only):
                 continue
             old.train(before_cases[case.name], old.work / case.name, new)
             new.train(case, new.work / case.name, old)

@@ -27,14 +27,14 @@ import pyarrow.parquet as pq
 import tokenizers
 from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns, wall_seconds
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import DEFAULT_FILTERS, Change, Drop, build_filters, classify_text
 from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.part_files import DocumentWriter
 from zero2all.corpus.readers import RawFile, list_files
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensRecipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens.build_store import build_tokens
@@ -189,7 +189,7 @@ def measure_filters(corpus: Path) -> None:
 
 
 @dataclass(frozen=True)
-class TimedEngine(Engine):
+class TimedEngine(TaskEngine):
     """Wall seconds by function."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))

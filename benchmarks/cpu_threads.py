@@ -25,9 +25,9 @@ from pathlib import Path
 
 from benchmarks.common import benchmark_parser, command, median_ratio, show, show_json, take_turns
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
 
-BUSY = "from zero2all.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
+BUSY = "from zero2all.base.processes import end_with_parent; end_with_parent()\nwhile True: sum(range(100_000))"
 UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 Speeds = dict[str, list[float]]
 

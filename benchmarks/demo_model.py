@@ -3,7 +3,7 @@
     python -m benchmarks demo_model WORK MODEL
 
 WORK keeps the stages, and an interrupted call resumes. MODEL becomes the export; the one that ships is
-``src/zero2all/demo/model``.
+``src/zero2all/generation/demo/model``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from benchmarks.common import benchmark_parser
 
-from zero2all.console import say
+from zero2all.base.console import say
+from zero2all.base.io import MANIFEST, read_json_object, write_json, write_text
+from zero2all.base.manifest import checksums
 from zero2all.export import export_run
-from zero2all.io import MANIFEST, checksums, read_json_object, write_json, write_text
 from zero2all.quickstart import quickstart
 from zero2all.train import Run
 
@@ -28,7 +29,8 @@ OVERRIDES = [
     "model.num_attention_heads=4", "model.num_key_value_heads=4", "model.max_position_embeddings=1024",
     "model.rope_theta=500.0", "model.qk_norm=true", "model.initializer_range=0.05",
     "train.steps=400", "train.seq_len=1024", "train.batch_tokens=2048", "train.document_mask=true",
-    "train.precision=fp32", "train.optimizer.name=adamw", "train.optimizer.lr=5e-3", "train.schedule.warmup=20 steps",
+    "train.precision=fp32", "train.optimizer.name=adamw", "train.optimizer.lr=5e-3", "train.schedule.shape=cosine",
+    "train.schedule.min_lr_ratio=0.1", "train.schedule.warmup=20 steps",
     "evals.every=null", "evals.stories=0",
 ]  # fmt: skip
 CHAT_OVERRIDES = [

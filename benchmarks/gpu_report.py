@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from benchmarks.common import benchmark_parser, command, show
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
 
 SECTIONS = {  # name: seconds that it may take
     "environment": 60,

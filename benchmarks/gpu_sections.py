@@ -30,8 +30,8 @@ from tests.chaos.scenario import Scenario, expect_status
 from tests.chaos.workspace import build_workspace, workspace_recipe
 from torch import Tensor
 
-from zero2all.errors import Z2aError
-from zero2all.hardware import synchronize
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import synchronize
 from zero2all.model import document_starts
 from zero2all.model.ops import OPS
 from zero2all.model.ops.attention import MaskInputs

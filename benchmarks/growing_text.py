@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from benchmarks.common import benchmark_parser
 
-from zero2all.io import read_json, sha256_file, write_manifest
+from zero2all.base.io import read_json, sha256_file
+from zero2all.base.manifest import write_manifest
 
 SHARD = 100_000_000
 CLAUSE = re.compile(r"[\u4e00-\u9fff]{4,40}")

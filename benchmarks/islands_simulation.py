@@ -13,9 +13,10 @@ from pathlib import Path
 
 from benchmarks.common import benchmark_parser
 
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.console import say
+from zero2all.base.units import show_bytes
 from zero2all.bench.measurements import write_report
-from zero2all.charts.table import markdown_table
-from zero2all.console import say
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.sync_plan import SyncPlan, plan_sync
@@ -23,7 +24,6 @@ from zero2all.planner.workload import largest_stage
 from zero2all.recipe import load_recipe_or_preset
 from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
 from zero2all.train.micro_batch import estimate_micro_batch
-from zero2all.units import show_bytes
 
 ISLANDS, ISLAND_BATCH = (8, 64), 262144
 ASSUMPTIONS = """\

@@ -58,7 +58,7 @@ def ours(texts: Sequence[str], code: bool) -> np.ndarray[Any, Any]:
         batch.append(text)
         size += len(text)
         if size >= SIGNATURE_CHARACTERS or place + 1 == len(texts):
-            values = minhash_signatures(*shingle_hashes(batch, code, PARAMS), PARAMS.slots)
+            values = minhash_signatures(*shingle_hashes(batch, code=code, params=PARAMS), PARAMS.slots)
             band_hashes(values, PARAMS.bands)
             rows.append(values)
             batch, size = [], 0

@@ -21,10 +21,10 @@ import torch
 from benchmarks.common import benchmark_parser, cpu_seconds, show, show_json, take_turns
 from torch import nn
 
-from zero2all.hardware import compute_dtype, dtype_name
+from zero2all.base.machine.devices import compute_dtype, dtype_name
 from zero2all.model import Z2all
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.recipe import ModelConfig, OptimizerRecipe
-from zero2all.train.optimizer import build_optimizers
 
 Step = Callable[[], float]
 DTYPE = compute_dtype("auto", torch.device("cpu"))

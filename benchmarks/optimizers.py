@@ -15,12 +15,12 @@ import torch
 from benchmarks.common import benchmark_parser, cpu_seconds, show, take_turns
 from torch.optim import Optimizer
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
 from zero2all.model import Z2all
 from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.model.weights import set_weight_dtype
+from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.recipe import ModelConfig, OptimizerRecipe
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 CONTENDERS = {
     "adamw": OptimizerRecipe(name="adamw", lr=1e-3),

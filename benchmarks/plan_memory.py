@@ -15,15 +15,16 @@ from dataclasses import dataclass
 import torch
 from benchmarks.common import benchmark_parser, show
 
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.machine.devices import compute_dtype
+from zero2all.bench.profile.memory import MemoryPeak, MemoryTracker
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.charts.table import markdown_table
-from zero2all.hardware import compute_dtype
+from zero2all.model import ModelInputs
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.rank_plan import MemoryPlan, plan_memory
 from zero2all.planner.workload import Layout, Workload, largest_stage
-from zero2all.profiling.memory import MemoryPeak, MemoryTracker
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.train.optimizer import build_optimizers
 from zero2all.train.step_timer import StepTimer
 
 CPU = torch.device("cpu")
@@ -94,7 +95,9 @@ def _step(
     model: ParallelModel, optimizers: list[torch.optim.Optimizer], timer: StepTimer, tokens: torch.Tensor, rows: int
 ) -> None:
     with timer.part("backward"):
-        model.forward_backward(tokens[:, :-1], tokens[:, 1:], tokens.numel(), micro_batch_size=rows)
+        model.forward_backward(
+            ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=tokens.numel(), micro_batch_size=rows
+        )
     with timer.part("optimizer"):
         model.clip_grad_norm_(1.0)
         for optimizer in optimizers:

@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 from benchmarks.common import benchmark_parser, show
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
 from zero2all.cli.doctor import write_calibration
+from zero2all.model import ModelInputs
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
-from zero2all.planner.step_time import StepTime
+from zero2all.planner.step_time import PlannedStepTime
 from zero2all.recipe import Recipe, load_recipe_or_preset
 from zero2all.train.hyperparameters import fill_hyperparameters
-from zero2all.train.optimizer import build_optimizers
 
 CPU = torch.device("cpu")
 WIDE = [
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 class Comparison:
     case: str
     tokens: int
-    planned: StepTime
+    planned: PlannedStepTime
     measured: float
 
     @property
@@ -85,7 +86,9 @@ def measure(recipe: Recipe, steps: int) -> float:
     seconds = []
     for _ in range(steps + 2):
         begin = clock()
-        model.forward_backward(tokens[:, :-1], tokens[:, 1:], options.tokens_per_step, micro_batch_size=rows)
+        model.forward_backward(
+            ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=options.tokens_per_step, micro_batch_size=rows
+        )
         model.clip_grad_norm_(options.optimizer.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()

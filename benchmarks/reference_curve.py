@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from benchmarks.common import benchmark_parser, show_json
 
-from zero2all.io import write_text
+from zero2all.base.io import write_text
 from zero2all.track import read_steps
 from zero2all.track.health_checks import ReferenceCurve
 from zero2all.track.loss_changes import trailing_median

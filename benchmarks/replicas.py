@@ -23,8 +23,8 @@ from tests.chaos.scenario import Scenario
 from tests.chaos.suite import FaultResult, run_baseline, run_fault
 from tests.chaos.workspace import build_workspace
 
+from zero2all.base.console import say
 from zero2all.bench.measurements import write_report
-from zero2all.console import say
 from zero2all.track.record_lines import EventLine, StepLine
 from zero2all.track.run_record import read_record_lines
 

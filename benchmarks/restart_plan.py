@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from zero2all.base.io import sha256_file, write_json
+from zero2all.base.torch_private import storage_info
 from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
 from zero2all.checkpoint.dcp_reader import SlotReader, read_index, read_metadata
 from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers, shard_keys, write_dcp_metadata
-from zero2all.checkpoint.flash import ShardSpec, SlotHeader, StagedSlot
-from zero2all.io import sha256_file, write_json
-from zero2all.torch_private import storage_info
+from zero2all.checkpoint.slot_format import ShardSpec, SlotHeader
+from zero2all.checkpoint.staged_slot import StagedSlot
 
 ROWS, COLUMNS = 32, 8192  # of a shard
 

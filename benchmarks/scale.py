@@ -24,14 +24,14 @@ from typing import Any
 from benchmarks.common import benchmark_parser, peak_bytes, show, wall_seconds
 from tests.chaos.scale_model import simulate
 
+from zero2all.base.manifest import write_manifest
+from zero2all.base.processes import raise_descriptor_limit, watch_parent
+from zero2all.base.torch_private import PrefixStore, TCPStore, gloo_group
 from zero2all.checkpoint.rank_tree import RankTree
 from zero2all.checkpoint.restore import DurableReport, RankReport, SlotReport, decide_restore
 from zero2all.checkpoint.training_state import Branch
-from zero2all.io import write_manifest
-from zero2all.processes import raise_descriptor_limit, watch_parent
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import FORMAT, KIND, TokenStore
-from zero2all.torch_private import PrefixStore, TCPStore, gloo_group
 from zero2all.track.run_record import MAX_WRITES_PER_SECOND
 
 RANKS = (1024, 4096, 10_000)

@@ -20,13 +20,13 @@ import httpx
 import torch
 from benchmarks.common import benchmark_parser, show, take_turns
 from openai import OpenAI
-from tests.serve.servers import KEY, serve
+from tests.generation.serve.servers import KEY, serve
 
-from zero2all.charts.table import markdown_table
+from zero2all.base.charts.table import markdown_table
 from zero2all.export import export_run
 from zero2all.export.run_export import LlamaCpp
-from zero2all.serve.api_answers import ServedModel
-from zero2all.serve.engine import Engine
+from zero2all.generation.serve.api_answers import ServedModel
+from zero2all.generation.serve.engine import ServingEngine
 from zero2all.train import Run
 
 ROUNDS = 3
@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     run = Run.open(options.run)
     tokenizer = run.tokenizer()
-    engine = Engine(run.load_model(), tokenizer, options.streams, options.streams)
+    engine = ServingEngine(run.load_model(), tokenizer, options.streams, options.streams)
     with tempfile.TemporaryDirectory() as folder, serve(engine, ServedModel("m", tokenizer, None)) as server:
         export_run(run, Path(folder) / "gguf", format="gguf", dtype="f32", check=False)
         other = LlamaCpp(next((Path(folder) / "gguf").glob("*.gguf")), slots=options.streams)

@@ -35,15 +35,16 @@ from benchmarks.common import benchmark_parser
 from tests.chaos.node_faults import PORT
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.console import say, warn
+from zero2all.base.environment import JOB_SECRET_VARIABLE
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_record, write_text
+from zero2all.base.tasks import TaskEngine
+from zero2all.base.units import show_bytes
 from zero2all.bench.measurements import write_report
-from zero2all.charts.table import markdown_table
-from zero2all.console import say, warn
+from zero2all.cluster.launch.job_secret import new_secret
 from zero2all.corpus import build_corpus
-from zero2all.elastic.job_secret import new_secret
-from zero2all.engine import Engine
-from zero2all.environment import JOB_SECRET_VARIABLE
-from zero2all.errors import Z2aError
-from zero2all.io import read_record, write_text
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.tokenizer import Tokenizer, train_tokenizer
@@ -51,7 +52,6 @@ from zero2all.tokens import build_tokens
 from zero2all.track.record_lines import EventLine, StepLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train.run import resolve_model_config
-from zero2all.units import show_bytes
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, NODES = 128, 4, 4, 2
 BATCH = NODES * ACCUMULATION * MICRO_BATCH * SEQ_LEN
@@ -207,7 +207,7 @@ class SlowLink:
         self.out, self.rate, self.tokens = out, rate, tokens
         sources = json.dumps([{"name": "text", "paths": [str(path.absolute()) for path in corpus]}])
         self._shared = [f"out={out / 'workspace'}", f"corpus.sources={sources}"]
-        recipe, engine = self.recipe("base", ""), Engine()
+        recipe, engine = self.recipe("base", ""), TaskEngine()
         build_corpus(recipe.corpus, recipe.documents_dir, engine)
         train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir, engine)
         build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, engine)

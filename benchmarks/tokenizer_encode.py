@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from benchmarks.common import benchmark_parser, median_ratio, show_json, take_turns
 
+from zero2all.base.tasks import available_cores
 from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import document_texts
-from zero2all.engine import available_cores
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens

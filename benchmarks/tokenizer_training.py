@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import benchmark_parser, command, peak_bytes, read_child, show_json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zero2all.io import read_json
+from zero2all.base.io import read_json
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokenizer.vocabulary import PATTERNS, SPECIAL_TOKENS

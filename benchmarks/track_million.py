@@ -15,7 +15,7 @@ from benchmarks.common import benchmark_parser
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.track.browser import browser, watching
 
-from zero2all.console import say
+from zero2all.base.console import say
 from zero2all.track.record_index import index_path
 from zero2all.track.run_record import RunRecordWriter
 

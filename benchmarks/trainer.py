@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.common import benchmark_parser, read_child, show_json, take_turns
 from torch import Tensor, nn
 
-from zero2all.hardware import compute_dtype
+from zero2all.base.machine.devices import compute_dtype
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.tokenizer import Tokenizer

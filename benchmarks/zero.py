@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from benchmarks.common import benchmark_parser, median_ratio, show, take_turns
 
+from zero2all.base.charts.table import markdown_table
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.charts.table import markdown_table
+from zero2all.model import ModelInputs
+from zero2all.optim.optimizer import build_optimizers, map_optimizer_state, set_learning_rate
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
-from zero2all.train.optimizer import build_optimizers, map_optimizer_state, set_learning_rate
 
 RANKS, MICROS, LENGTH, VOCAB = 2, 4, 64, 4096
 CONFIG = ModelConfig(
@@ -47,7 +48,9 @@ class Run:
     def step(self, tokens: torch.Tensor) -> float:
         dist.barrier()
         begin = time.perf_counter()
-        self.model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=tokens.numel(), micro_batch_size=1)
+        self.model.forward_backward(
+            ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=tokens.numel(), micro_batch_size=1
+        )
         self.model.clip_grad_norm_(1.0)
         for optimizer in self.optimizers:
             optimizer.step()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from reference_generator.architecture import layers_svg, package_layers
 from reference_generator.cli_page import cli_page
-from reference_generator.fragments import filled_pages
+from reference_generator.fragments import filled_pages, pyproject
 from reference_generator.key_tests import KEY_TESTS, key_tests
 from reference_generator.python_page import python_page
 from reference_generator.recipe_page import KEY_VERSIONS, key_versions, recipe_page
@@ -29,6 +30,7 @@ def generated() -> dict[Path, str]:
         REFERENCE / "python.md": python_page(),
         KEY_TESTS: json.dumps(key_tests(), indent=1) + "\n",
         KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",
+        REFERENCE.parent / "architecture.svg": layers_svg(package_layers(pyproject())),
         **filled_pages(),
     }
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from picture_maker.pictures import IMAGES, KEY, PICTURES, ROOT, PageShot, Picture, stored_fingerprint
 from picture_maker.runs import FIRST, Runs
-from zero2all.console import say
+from zero2all.base.console import say
 
 
 def make(picture: Picture, runs: Runs) -> None:

@@ -10,7 +10,7 @@ the filter must be registered at the top level of the script, and the build must
 A rerun reuses what was built with the same filter names and options. If you change the code of a filter, remove
 ``documents`` and ``documents.work``.
 
-``zero2all.corpus.filters`` and ``zero2all.engine`` are not in the Python API reference; they may change.
+``zero2all.corpus.filters`` and ``zero2all.base.tasks`` are not in the Python API reference; they may change.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import re
 import pyarrow.parquet as pq
 
 from tiny_run import argument_parser
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import Document, build_corpus
 from zero2all.corpus.filters import KEEP, Change, Drop, FilterResult, register_filter
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 URL = re.compile(r"https?://\S+")
@@ -59,7 +59,7 @@ def main() -> None:
         filters=[{"name": "too_short", "min_chars": 40}, {"name": "links", "max_share": 0.5}],
         holdout=0,
     )
-    built = build_corpus(corpus, documents, Engine(workers=arguments.workers))
+    built = build_corpus(corpus, documents, TaskEngine(workers=arguments.workers))
 
     for shard in built.splits["train"]["web"].shards:
         for row in pq.read_table(documents / "train" / shard).to_pylist():

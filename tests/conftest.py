@@ -22,8 +22,8 @@ import pytest
 from hypothesis import settings
 
 from tests.seaweed import Server, program, seaweed
+from zero2all.base.tasks import shutdown_workers
 from zero2all.corpus import build_corpus
-from zero2all.engine import shutdown_workers
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -64,6 +64,8 @@ settings.load_profile(PROFILE)
 def pytest_configure() -> None:
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends tests as Ctrl-C does: tidily
+        # A handler in Python misses a signal just before a blocking call: a pool would wait for its workers forever.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_processes.py do. They import nothing else, so that they start in a moment."""
+"""What the processes of tests/base/test_processes.py do. They import nothing else, so that they start in a moment."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from zero2all.base.processes import watch_parent
 from zero2all.bench.rank_harness import PRELOADED
-from zero2all.processes import watch_parent
 
 MARK = "Z2A_TEST_MARK"
 SECONDS = 120.0  # agents of Ray look for their cluster for a minute

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import zero2all.cli.conventions as conventions
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import atomic_dir, atomic_path, disk_full_error, write_text
 from zero2all.cli.main import app
-from zero2all.errors import Z2aError
-from zero2all.io import atomic_dir, atomic_path, disk_full_error, write_text
 from zero2all.recipe import recipe_yaml
 from zero2all.train import train
 

@@ -1,7 +1,4 @@
-"""Blocks of README, get-started, recipes and the guides are executed as printed; both languages have them.
-
-Pages that install packages or train for minutes are marked ``long`` and run by .ci/long.
-"""
+"""Blocks of README, get-started, recipes and the guides run as printed, in .ci/long; both languages have them."""
 
 from __future__ import annotations
 
@@ -33,15 +30,13 @@ from tests.doc_pages import (
 )
 
 SMALL_MODEL = "{{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, qk_norm: true}}"
-GATE = [
+PAGES = [
     Page(
         "docs/guides/watch-over-ssh.md", prepare_run,
         {"me@": "{user}@", "/home/me/runs/big": "{work}/runs/mine",
          ":2222/~/runs": ":{ssh_port}{work}/runs", "runs/local": "runs/mine", "runs/big": "runs/mine",
          "8080": "{port}"},
     ),
-]  # fmt: skip
-LONG = [
     Page("docs/guides/find-spike-documents.md", prepare_longer_run),
     Page(
         "README.md", prepare_text,
@@ -122,7 +117,6 @@ LONG = [
         {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},
     ),
 ]  # fmt: skip
-PAGES = [*GATE, *LONG]
 
 
 class Blocks:
@@ -192,7 +186,10 @@ def is_suite(text: str) -> bool:
     return "\nprobes:\n" in text
 
 
-def execute(page: Page, tmp_path: Path, workspace: Path) -> None:
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
+def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
     text = (ROOT / page.path).read_text(encoding="utf-8")
     stale = [printed for printed in page.changes if printed not in text]
     assert not stale, f"not on the page any more: {stale}"
@@ -201,19 +198,6 @@ def execute(page: Page, tmp_path: Path, workspace: Path) -> None:
             pytest.skip(f"needs {tool}")
     with sandbox(page, tmp_path, workspace) as box:
         Blocks(page, box).run()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", GATE, ids=lambda page: page.path)
-def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
-    execute(page, tmp_path, workspace)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", LONG, ids=lambda page: page.path)
-def test_long_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
-    execute(page, tmp_path, workspace)
 
 
 def test_every_page_with_commands_is_executed() -> None:

@@ -11,8 +11,8 @@ from benchmarks.gpu_report import SECTIONS
 
 from tests.chaos.faults import FAULTS
 from tests.test_docs import PAGES, headings, prose
+from zero2all.base.workspace import MAX_DEPTH
 from zero2all.recipe import OptimizerRecipe, TrainRecipe, builtin_recipe_path, load_recipe
-from zero2all.workspace import MAX_DEPTH
 
 ROOT = Path(__file__).parents[1]
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}

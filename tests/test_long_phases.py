@@ -17,8 +17,8 @@ import pytest
 
 from tests.chaos.faults import FAULTS
 from tests.chaos.suite import part_of_faults
+from zero2all.base.errors import UsageError
 from zero2all.bench.parity_cases import cases, select_cases
-from zero2all.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("long_phases", ROOT / ".ci" / "long_phases.py")
@@ -64,10 +64,10 @@ def test_a_phase_counts_until_a_path_that_it_covers_changes(clone: Path) -> None
         green(clone, name)
     assert status(clone) == {}
     commit(clone, ".ci/notes.md", "and the results themselves")
-    commit(clone, "src/zero2all/serve/page.py", "not part of training")
+    commit(clone, "src/zero2all/cli/watch.py", "not part of training")
     assert {"long", "attack", "fuzz/properties", "fuzz/readers"} == set(status(clone))
-    commit(clone, "src/zero2all/units.py", "a module beside the packages")
-    assert "src/zero2all/units.py" in status(clone)["parity/tensor"]
+    commit(clone, "src/zero2all/base/units.py", "what every package imports")
+    assert "src/zero2all/base/units.py" in status(clone)["parity/tensor"]
     assert set(status(clone)) == set(long_phases.COVERS)
     green(clone, "parity/tensor")
     assert "parity/tensor" not in status(clone)

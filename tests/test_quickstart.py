@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 
 from tests.conftest import CHINESE
+from zero2all.base.errors import UsageError
 from zero2all.corpus.corpus_report import corpus_report, report_html
-from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
-from zero2all.quickstart import QuickstartResult, Sample, quickstart, quickstart_recipe, summary_text
+from zero2all.quickstart import GeneratedSample, QuickstartResult, quickstart, quickstart_recipe, summary_text
 from zero2all.recipe import load_recipe
 from zero2all.storyworld import StoryQuality
 from zero2all.track.run_locations import LocalRunLocation
@@ -91,7 +91,18 @@ def test_a_directory_is_a_source_of_its_own_name(tmp_path: Path) -> None:
 def test_what_to_do_next_are_commands_for_this_run() -> None:
     quality = StoryQuality(200, 1500, 0.943, 0.61, 90, 0.75)
     result = QuickstartResult(
-        "out", 1, 1, 1, 1, 2, 600, 1.0, None, quality, [Sample("", "Once."), Sample("Tom", " sat.")], {}
+        "out",
+        1,
+        1,
+        1,
+        1,
+        2,
+        600,
+        1.0,
+        None,
+        quality,
+        [GeneratedSample("", "Once."), GeneratedSample("Tom", " sat.")],
+        {},
     )
     text = summary_text(result)
     assert "\nOnce.\n" in text
@@ -106,7 +117,7 @@ def test_what_to_do_next_are_commands_for_this_run() -> None:
 
 def test_long_samples_are_wrapped_between_words() -> None:
     texts = ["One sunny morning, Mia was playing in the garden. " * 6, "从前，山坡上住着一只小兔。" * 20, "a\n\nb"]
-    samples = [Sample("", text.strip()) for text in texts]
+    samples = [GeneratedSample("", text.strip()) for text in texts]
     lines = summary_text(QuickstartResult("out", 1, 1, 1, 1, 2, 600, 1.0, None, None, samples, {})).split("\n")
     first, second, third = (lines.index(line) for line in lines if line.startswith("── sample"))
     assert max(map(cell_len, lines[first:third])) <= 100

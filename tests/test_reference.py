@@ -26,18 +26,20 @@ from zero2all.recipe import PRESETS, recipe_schema
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "elastic", "doctor",
-    "track", "evals", "generation", "storyworld",
+    "", "recipe", "corpus", "tokenizer", "tokens", "model", "parallel", "train", "checkpoint", "cluster.launch",
+    "cluster.doctor", "track", "evals", "generation", "storyworld",
 )  # fmt: skip
 MAX_UNTESTED_KEYS = 12
 TYPER_FLAGS = {"--install-completion", "--show-completion"}
 LAYER_TABLE = re.findall(
     r"<!-- generated: layers -->(.*?)<!-- end -->",
-    (ROOT / "docs" / "architecture.md").read_text("utf-8").replace("| 15 |", "| 7 |"),
+    (ROOT / "docs" / "architecture.md").read_text("utf-8").replace("| 9 |", "| 7 |"),
     flags=re.DOTALL,
 )
 # A sentence or a noun phrase that stands alone, not one that continues the name or the key above.
 SENTENCE = re.compile(r"(?!(Of|As|Those|Such|Default|Written) )[A-Z].* .*\.", re.DOTALL)
+# After the first sentence, which says what a key is.
+WHEN_TO_CHANGE = re.compile(r"\.\s(Add|Change|Choose|Leave|Lower|Raise|Set|Turn|Use)\s")
 
 
 def read(name: str) -> str:
@@ -115,7 +117,7 @@ def test_values_come_from_the_code() -> None:
     assert f"<!-- generated: stories.train.steps -->{steps}<!-- end -->" in page
     presets = [FRAGMENTS[name]("", True) for name in ("presets", "published-presets")]
     assert "、".join(presets) == "、".join(f"`{name}`" for name in PRESETS)
-    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 17 | `cli/`")
+    assert FRAGMENTS["layers"]("\n".join(LAYER_TABLE), False).splitlines()[3].startswith("| 10 | `cli/`")
 
 
 def test_every_recipe_key_is_on_the_page_and_no_other() -> None:
@@ -126,6 +128,12 @@ def test_every_recipe_key_has_a_type_and_a_sentence_of_help() -> None:
     wrong = [f"{key}: {text!r}" for key, text in schema_keys() if not SENTENCE.fullmatch(text)]
     assert not wrong, "\n".join(wrong)
     assert [key for key, cells in recipe_rows().items() if not (cells[1] and cells[5]) or "  " in cells[1]] == []
+
+
+def test_every_recipe_key_says_when_to_change_it() -> None:
+    texts = dict(schema_keys())
+    missing = [key for key in VALUE_PATHS if not WHEN_TO_CHANGE.search(texts[key])]
+    assert not missing, "\n".join(missing)
 
 
 def test_keys_without_a_test_do_not_become_more() -> None:
@@ -184,7 +192,7 @@ def test_defaults_of_flags_are_those_of_the_commands() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_exported_name_is_on_the_page_with_a_summary(package: str) -> None:
-    source = (Path(zero2all.__file__).parent / package / "__init__.py").read_text(encoding="utf-8")
+    source = Path(zero2all.__file__).parent.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8")
     found = re.search(r"^__all__ = (\[.*?\])", source, flags=re.DOTALL | re.MULTILINE)
     heading = f"## `zero2all.{package}`" if package else "## `zero2all`"
     _, _, rest = read("python.md").partition(f"\n{heading}\n")

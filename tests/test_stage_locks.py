@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from zero2all import directory_lock
+from zero2all.base import directory_lock
+from zero2all.base.directory_lock import lock_output
 from zero2all.corpus import build_corpus
-from zero2all.directory_lock import lock_output
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensRecipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens

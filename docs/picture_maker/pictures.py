@@ -23,9 +23,9 @@ PNG_SIGNATURE = 8  # bytes before the first chunk
 STORIES = ("recipes/stories.yaml", "src/zero2all/quickstart.py::STORIES_PER_LANGUAGE")
 CORPUS_PAGE = (
     "src/zero2all/corpus/corpus_report.py",
-    "src/zero2all/charts/page.py",
-    "src/zero2all/charts/svg.py::sankey_svg",
-    "src/zero2all/charts/plot.py::COLOURS",
+    "src/zero2all/base/charts/page.py",
+    "src/zero2all/base/charts/svg.py::sankey_svg",
+    "src/zero2all/base/charts/plot.py::COLOURS",
 )
 PAGE = tuple(f"src/zero2all/track/page/{name}" for name in ("index.html", "app.css", "app.js"))
 PRINTED = (

@@ -13,7 +13,7 @@ import yaml
 
 from picture_maker.pictures import CORPUS_PAGE, PRINTED, ROOT, STORIES, Picture
 from picture_maker.recording import Recording, record
-from zero2all.console import say
+from zero2all.base.console import say
 
 Z2A = str(Path(sys.executable).with_name("z2a"))
 FIRST = "runs/first"

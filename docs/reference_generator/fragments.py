@@ -15,18 +15,18 @@ from typing import get_args, get_type_hints
 
 from tests.chaos.faults import FAULTS
 
+from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from zero2all.base.units import Duration, show_count
+from zero2all.base.workspace import MAX_DEPTH
 from zero2all.cli.bench import app as bench_app
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.quickstart import CONVERSATIONS_PER_LANGUAGE, STORIES_PER_LANGUAGE
 from zero2all.recipe import PRESETS, OptimizerRecipe, Recipe, builtin_recipe_path, load_recipe_or_preset
 from zero2all.storyworld import LANGUAGES
-from zero2all.units import Duration, show_count
-from zero2all.workspace import MAX_DEPTH
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
-CODE = re.compile(r"`([\w-]+)/?`")
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 SHAPE = (
     "vocabulary {recipe.tokenizer.vocab_size:,}, {recipe.model.num_hidden_layers} layers, "
@@ -94,17 +94,8 @@ def extras_outside_dev(text: str, chinese: bool) -> str:
 
 def layers(text: str, chinese: bool) -> str:
     """The table of packages, with the numbers of their layers."""
-    contracts = pyproject()["tool"]["importlinter"]["contracts"]
-    [ordered] = [one["layers"] for one in contracts if one["type"] == "layers"]
-    numbers = {name: number for number, layer in enumerate(reversed(ordered)) for name in layer.split(" | ")}
-    same_names(text, numbers, column=1)
-    lines = []
-    for line in text.splitlines():
-        names = CODE.findall(line.split("|")[2]) if line.startswith("| ") and line[2].isdigit() else []
-        if len({numbers[name] for name in names}) > 1:
-            raise ValueError(f"in different layers: {', '.join(names)}")
-        lines.append(re.sub(r"^\| \d+ ", f"| {numbers[names[0]]} ", line) if names else line)
-    return "\n".join(lines) + "\n"
+    numbers = layer_numbers(package_layers(pyproject()))
+    return numbered(same_names(text, numbers, column=1), numbers)
 
 
 def bench_commands() -> list[str]:

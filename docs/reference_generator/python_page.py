@@ -17,11 +17,11 @@ from zero2all.recipe import Recipe
 SOURCE = Path(zero2all.__file__).parents[1]
 PACKAGES = (
     "zero2all", "zero2all.recipe", "zero2all.corpus", "zero2all.tokenizer", "zero2all.tokens", "zero2all.model",
-    "zero2all.parallel", "zero2all.train", "zero2all.checkpoint", "zero2all.elastic", "zero2all.doctor",
+    "zero2all.parallel", "zero2all.train", "zero2all.checkpoint", "zero2all.cluster.launch", "zero2all.cluster.doctor",
     "zero2all.track", "zero2all.evals", "zero2all.experiments", "zero2all.generation", "zero2all.sandbox",
     "zero2all.storyworld",
 )  # fmt: skip
-COMMANDS_OF = {"zero2all.elastic": "`z2a launch`", "zero2all.doctor": "`z2a doctor`"}
+COMMANDS_OF = {"zero2all.cluster.launch": "`z2a launch`", "zero2all.cluster.doctor": "`z2a doctor`"}
 MAX_LINE = 100  # characters of a signature or value on one line
 PYTHON_INTRODUCTION = """\
 The names that each package exports. Import them from the package: `from zero2all.recipe import load_recipe`. Every

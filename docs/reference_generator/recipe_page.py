@@ -16,8 +16,7 @@ from reference_generator.markdown import first_paragraph, heading_link, page, pa
 from reference_generator.recipe_keys import Key, keys, section_in, sections
 from zero2all import __version__
 from zero2all.recipe import PRESETS, ModelConfig, Recipe
-from zero2all.recipe.sections import AnyDir, InputPath, LocalDir
-from zero2all.recipe.types import Bytes, Count, DurationField, Section, Slug
+from zero2all.recipe.types import AnyDir, Bytes, Count, DurationField, InputPath, LocalDir, Section, Slug
 
 KEY_VERSIONS = Path(__file__).with_name("key_versions.json")
 THIS_VERSION = __version__.partition(".dev")[0]

@@ -16,14 +16,15 @@ from typing import Any
 
 import yaml
 
-from zero2all.console import heading, progress, say, warn, wrap
+from zero2all.base.console import heading, progress, say, warn, wrap
+from zero2all.base.errors import UsageError
+from zero2all.base.io import write_text
+from zero2all.base.tasks import TaskEngine
+from zero2all.base.units import show_bytes, show_count, show_seconds
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
-from zero2all.engine import Engine
-from zero2all.errors import UsageError
 from zero2all.evals import evaluate_bpb
 from zero2all.generation import SamplingParams, StoryEvaluation, evaluate_stories, generate_batch, story_quality_line
 from zero2all.generation.story_quality import ChatQuality, evaluate_chat, held_out_conversations
-from zero2all.io import write_text
 from zero2all.model import Z2all
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe, recipe_yaml
 from zero2all.recipe.source_names import to_source_name
@@ -35,7 +36,6 @@ from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.step_text import COLUMNS
 from zero2all.train import Run, ScheduleChangedError, train
 from zero2all.train.data_in_use import refuse_store_change, refuse_tokenizer_change, warn_about_new_documents
-from zero2all.units import show_bytes, show_count, show_seconds
 
 STORIES_PER_LANGUAGE = 4500  # the quickstart reads each of them less than twice
 CONVERSATIONS_PER_LANGUAGE = 3000
@@ -56,7 +56,7 @@ class SourceEntry:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedSample:
     """Generated text."""
 
     prompt: str
@@ -79,9 +79,9 @@ class ChatResult:
     conversations: int
     steps: int
     bits_per_byte: float
-    """Of reference answers in the validation set."""
+    """Bits per byte of reference answers in the validation set."""
     base_bits_per_byte: float
-    """Of the same answers before fine-tuning."""
+    """Bits per byte of the same answers before fine-tuning."""
     quality: ChatQuality
     transcripts: list[Turn]
 
@@ -99,15 +99,15 @@ class QuickstartResult:
     validation: LossEvaluation | None
     """None without a validation set."""
     stories: StoryQuality | None
-    """Of generated stories, if the model was trained on stories."""
-    samples: list[Sample]
+    """The quality of generated stories, if the model was trained on stories."""
+    samples: list[GeneratedSample]
     seconds: dict[str, float]
-    """By stage."""
+    """The duration of each stage."""
     chat: ChatResult | None = None
     """With ``--chat``."""
 
     def to_json(self) -> dict[str, Any]:
-        """As ``z2a quickstart --json`` prints it: the metrics of the validation set are beside the others."""
+        """The object that ``z2a quickstart --json`` prints: the metrics of the validation set are beside the others."""
         fields = asdict(self)
         validation, samples, seconds = (fields.pop(name) for name in ("validation", "samples", "seconds"))
         chat = fields.pop("chat")
@@ -135,7 +135,7 @@ def quickstart(
     remedy = f": 'z2a train {out}' resumes the run as it is; for the text that there is now choose another --out"
 
     with _timed_stage("1/5 corpus: raw files to documents", "corpus", seconds):
-        workers = Engine(workers=recommended_workers(recipe.corpus))
+        workers = TaskEngine(workers=recommended_workers(recipe.corpus))
         warn_first = partial(warn_about_new_documents, recipe)
         documents = build_corpus(recipe.corpus, recipe.documents_dir, workers, warn_first)
         for line in summary_lines(documents):
@@ -261,15 +261,15 @@ def _write_stories(directory: Path, seed: int) -> None:
         say(f"{len(lines)} stories in {path}")
 
 
-def _story_samples(stories: StoryEvaluation) -> list[Sample]:
-    return [Sample("", text) for language in LANGUAGES for text in stories.first_of(language, NUM_GENERATIONS)]
+def _story_samples(stories: StoryEvaluation) -> list[GeneratedSample]:
+    return [GeneratedSample("", text) for language in LANGUAGES for text in stories.first_of(language, NUM_GENERATIONS)]
 
 
-def _prompted_samples(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> list[Sample]:
+def _prompted_samples(model: Z2all, tokenizer: Tokenizer, recipe: Recipe) -> list[GeneratedSample]:
     prompts = recipe.evals.prompts[:NUM_GENERATIONS] or opening_prompts(recipe.tokens_dir, tokenizer, NUM_GENERATIONS)
     params = SamplingParams(max_tokens=80, temperature=0.6, seed=recipe.seed)
     completions = generate_batch(model, tokenizer, prompts, params)
-    return [Sample(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [GeneratedSample(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def quickstart_recipe(out: Path, corpus: list[Path], overrides: list[str]) -> Recipe:

@@ -16,10 +16,10 @@ PATTERNS = (
     "adversarial/test_*.py", "sandbox/test_*.py", "**/test_*hostile*.py", "**/test_damage.py", "**/test_kill.py",
     "checkpoint/test_foreign_checkpoints.py", "checkpoint/test_replica_server.py", "corpus/test_document_files.py",
     "corpus/test_fetch*.py", "corpus/test_readers.py", "corpus/test_resume.py", "corpus/test_s3.py",
-    "elastic/test_job_files.py", "elastic/test_rendezvous.py", "recipe/test_imported_code.py", "serve/test_page.py",
-    "serve/test_schema.py", "test_disk_full.py", "test_redact.py", "test_supply_chain.py", "test_workflow.py",
-    "tokenizer/test_safety.py", "tokenizer/test_training.py", "track/test_flood.py", "track/test_page.py",
-    "track/test_server.py", "track/test_sinks.py",
+    "cluster/test_job_files.py", "cluster/launch/test_rendezvous.py", "recipe/test_imported_code.py",
+    "generation/serve/test_page.py", "generation/serve/test_schema.py", "test_disk_full.py", "base/test_redact.py",
+    "test_supply_chain.py", "test_workflow.py", "tokenizer/test_safety.py", "tokenizer/test_training.py",
+    "track/test_flood.py", "track/test_page.py", "track/test_server.py", "track/test_sinks.py",
 )  # fmt: skip
 
 

@@ -19,11 +19,8 @@ from starlette.testclient import TestClient
 from tests.adversarial.fuzz import Target
 from tests.corpus import document_files
 from tests.track.test_hostile import BAD_ENTRIES, BAD_LINES, UNUSUAL_LINES, make, show_everything
-from zero2all.checkpoint import CheckpointStore, RankGroup
-from zero2all.checkpoint.flash import find_staged_slots
-from zero2all.checkpoint.state_dict import training_state_dict
-from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
-from zero2all.connection import (
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.connection import (
     GREETING_BYTES,
     MAC_BYTES,
     MAGIC,
@@ -35,8 +32,11 @@ from zero2all.connection import (
     TamperedError,
     frame_length,
 )
+from zero2all.checkpoint import CheckpointStore, RankGroup
+from zero2all.checkpoint.staged_slot import find_staged_slots
+from zero2all.checkpoint.state_dict import training_state_dict
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.corpus.readers import RawFile, UnreadableFileError, read_record_chunks
-from zero2all.errors import Z2aError
 from zero2all.model import HFWeights
 from zero2all.recipe import builtin_recipe_path, parse_recipe
 from zero2all.tokenizer import Tokenizer

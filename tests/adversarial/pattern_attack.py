@@ -266,13 +266,12 @@ class Target:
         """Up to the size at which it is clear."""
         done = self._attack((), ())
         for number, size in enumerate(sizes):
-            taken = self.seconds(size)
-            again = self._attack((*done.seconds, taken), sizes[: number + 1])
-            if not again.is_linear:  # or the machine was busy with something else
-                again = self._attack((*done.seconds, min(taken, self.seconds(size))), sizes[: number + 1])
-            done = again
+            tried = sizes[: number + 1]
+            done = self._attack((*done.seconds, self.seconds(size)), tried)
+            if not done.is_linear:  # or the machine was busy at one of the sizes: all are timed again
+                done = self._attack(tuple(map(min, done.seconds, map(self.seconds, tried))), tried)
             is_enough = size >= SIZES[0] and number == len(sizes) - 2 and done.is_instant
-            if is_enough or not done.is_linear:
+            if is_enough or (number and not done.is_linear):  # at two sizes, so that its growth is known
                 break
         return done
 
@@ -296,7 +295,7 @@ class Target:
         text: Any = before + unit * units + end
         if isinstance(self.compiled.pattern, bytes):
             text = text.encode("latin-1", "replace")
-        begin = time.process_time()
+        begin = time.thread_time()  # other threads of the process may compute too
         if self.method in ("sub", "subn"):
             getattr(self.compiled, self.method)(lambda _: text[:0], text)
         elif self.method == "finditer":
@@ -304,7 +303,7 @@ class Target:
                 pass
         else:
             getattr(self.compiled, self.method)(text)
-        return time.process_time() - begin
+        return time.thread_time() - begin
 
 
 def attack(found: FoundPattern, sizes: tuple[int, ...] = SIZES) -> Attack:

@@ -15,13 +15,13 @@ import pytest
 
 from tests.adversarial.bounds import measure, survives
 from tests.adversarial.fuzz_targets import CONFIG, FORMATS, STORE, load_weights, safetensors
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json
 from zero2all.checkpoint.dcp_reader import read_metadata
-from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.pickle_scan import check_numbers
+from zero2all.checkpoint.staged_slot import find_staged_slots
 from zero2all.corpus.readers import RawFile, UnreadableFileError, read_records
 from zero2all.corpus.readers.parquet_footer import read_row_groups
-from zero2all.errors import Z2aError
-from zero2all.io import read_json
 from zero2all.model import HFWeights
 from zero2all.tokens import TokenStore
 

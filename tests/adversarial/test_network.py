@@ -24,12 +24,12 @@ import pytest
 
 from tests.adversarial.payload import Payload
 from tests.track.browser import browser, watching
-from zero2all.connection import HELLO_BYTES, MAGIC, NAME_BYTES, NONCE_BYTES
-from zero2all.elastic.job_secret import new_secret
-from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.environment import JOB_SECRET_VARIABLE
-from zero2all.errors import UsageError
-from zero2all.torch_private import TCPStore
+from zero2all.base.environment import JOB_SECRET_VARIABLE
+from zero2all.base.errors import UsageError
+from zero2all.base.network.connection import HELLO_BYTES, MAGIC, NAME_BYTES, NONCE_BYTES
+from zero2all.base.torch_private import TCPStore
+from zero2all.cluster.launch.job_secret import new_secret
+from zero2all.cluster.launch.rendezvous_server import RendezvousServer
 from zero2all.track.http_server import LoopbackHosts
 from zero2all.track.ssh import parse_address
 

@@ -10,6 +10,7 @@ from tests.adversarial.pattern_attack import (
     SIZES,
     Attack,
     FoundPattern,
+    Target,
     attack,
     attack_all,
     find_patterns,
@@ -63,6 +64,13 @@ def test_quadratic_and_cubic_time_is_found_by_its_growth(pattern: str) -> None:
     assert not found.is_linear
     assert not found.problem
     assert found.seconds[-1] > 8 * found.seconds[-2]
+
+
+def test_a_pattern_that_is_slow_at_once_is_timed_at_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "seconds", lambda self, size: 1e-8 * size**2)
+    found = Target(planted("a+b"), re.compile("a+b"), "search", ("", "a", "")).follow((5_000, *GATE_SIZES))
+    assert not found.is_linear
+    assert found.seconds == pytest.approx((0.25, 4.0))
 
 
 def test_a_pattern_that_hangs_costs_only_itself() -> None:

@@ -17,10 +17,10 @@ import torch
 from tests.adversarial.other_user import as_other_user, free_uid, needs_root, open_to_others
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import CheckpointStore, RankGroup, flash
-from zero2all.checkpoint.checkpoint_manager import CheckpointManager
-from zero2all.elastic.job_secret import find_secret
-from zero2all.io import host_id, staging_dir, write_text
+from zero2all.base.io import host_id, staging_dir, write_text
+from zero2all.checkpoint import CheckpointedModel, CheckpointManager, CheckpointPlaces, CheckpointStore, RankGroup
+from zero2all.checkpoint.slot_directories import claim_flash_directory
+from zero2all.cluster.launch.job_secret import find_secret
 from zero2all.recipe import recipe_yaml
 from zero2all.track.http_server import load_key
 from zero2all.train import Run
@@ -57,7 +57,8 @@ def test_the_other_user_finds_what_is_open(shared: Path) -> None:
 def manager(memory: Path, run: Path) -> CheckpointManager:
     model = torch.nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    return CheckpointManager(CheckpointStore(run / "durable"), memory, run, model, [optimizer], RankGroup())
+    places = CheckpointPlaces(CheckpointStore(run / "durable"), run, memory)
+    return CheckpointManager(places, CheckpointedModel(model, [optimizer]), RankGroup())
 
 
 def test_states_in_memory_keys_and_staged_uploads_are_closed(
@@ -99,7 +100,7 @@ else:
 @pytest.mark.parametrize("kind", ["link", "fifo", "endless", "abandoned"])
 def test_what_is_planted_in_shared_memory_is_left_alone(kind: str, shared: Path, victim: Path, tmp_path: Path) -> None:
     as_other_user(PLANT, kind, shared / f"z2a-planted-{os.getuid()}", victim, "0")
-    flash.claim_flash_directory(shared / f"z2a-mine-{os.getuid()}", tmp_path)
+    claim_flash_directory(shared / f"z2a-mine-{os.getuid()}", tmp_path)
     assert (victim / "precious").read_text() == "mine"
     assert os.path.lexists(shared / f"z2a-planted-{os.getuid()}")
 
@@ -119,7 +120,7 @@ def test_a_directory_that_is_planted_in_the_place_of_ours_is_refused(
 def test_what_is_planted_in_the_temporary_directory_is_left_alone(
     kind: str, shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero2all import io
+    from zero2all.base import io
 
     places = [shared / f".z2a.{name}-{host_id()}-{DEAD}-0123abcd" for name in ("staging", "old")]
     for place in places:

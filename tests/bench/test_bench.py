@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.records import to_json
 from zero2all.bench import bench_ops, bench_shapes, ops_markdown, shapes_markdown, write_report
 from zero2all.bench.ops import FailedOpsRow, OpsRow
 from zero2all.bench.shapes import Timing, best_size, candidate_sizes, shape_rules
 from zero2all.bench.step import BenchStep, StepMeasurement, StepOptions, measure_in_process
 from zero2all.bench.variants import SWEEPS, find_sweep, kernel_variants, sweep_variants
-from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import Recipe, load_recipe_or_preset
-from zero2all.records import to_json
 
 TINY = [
     "model={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
@@ -26,8 +26,8 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def _no_time_for_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.hardware.measure_matmul_flops", lambda *args: 1e11)
-    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: None)
+    monkeypatch.setattr("zero2all.base.machine.devices.measure_matmul_flops", lambda *args: 1e11)
+    monkeypatch.setattr("zero2all.base.machine.cpus.OtherCpuUse.share", lambda self: None)
 
 
 def tiny(*overrides: str) -> Recipe:

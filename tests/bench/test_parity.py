@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from zero2all.base.errors import UsageError
 from zero2all.bench import parity
 from zero2all.bench.parity import SEPARATE_COLUMNS
 from zero2all.bench.parity_cases import (
@@ -24,7 +25,7 @@ from zero2all.bench.parity_cases import (
     select_setups,
 )
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
 
@@ -70,6 +71,17 @@ def test_two_ranks_equal_one_process() -> None:
 @pytest.mark.slow
 def test_copies_equal_one_process() -> None:
     check(("DDP 2, accumulated",), training_setup("SGD"), MUON_FP32, detail=False)
+
+
+@pytest.mark.slow
+def test_experts_of_the_multi_token_prediction_block_are_sharded() -> None:
+    check(("EP 2",), training_setup("MTP"), detail=False)
+
+
+@pytest.mark.slow
+def test_zero_bubble_reduces_what_lora_trains() -> None:
+    """Weights that are frozen have no gradient for the second half of the backward pass."""
+    check(("HSDP 2x1 x PP 2 zbv",), training_setup("LoRA"), detail=False)
 
 
 @pytest.mark.slow
@@ -141,7 +153,7 @@ def test_every_choice_of_a_recipe_is_in_the_table() -> None:
         assert len(wanted) > 1
         assert {getattr(case.parallel, field) for case in table if case.ranks > 1} >= set(wanted), field
     # budget is the compiler's; Lion and 8-bit AdamW work on each element alone, as AdamW does. Weights in
-    # bf16 have bounds of their own: see tests/train/test_optimizers_on_ranks.py.
+    # bf16 have bounds of their own: see tests/optim/test_optimizers_on_ranks.py.
     assert {kind.checkpointing for kind in TRAINING_SETUPS} == {"none", "full", "selective"}
     assert {kind.optimizer for kind in TRAINING_SETUPS} == set(
         get_args(OptimizerRecipe.model_fields["name"].annotation)
@@ -166,17 +178,10 @@ def test_what_is_wrong_with_a_layout_is_seen(wrong: str, monkeypatch: pytest.Mon
     assert all(compared.result.equal for compared in parity._compare([trial], references))
     backward, clip = ParallelModel.forward_backward, ParallelModel.clip_grad_norm_
 
-    def broken(
-        self: ParallelModel,
-        tokens: Tensor,
-        targets: Tensor,
-        divisor: float,
-        starts: Tensor | None,
-        size: int | None,
-        dropout_seed: int,
-    ) -> Tensor:
+    def broken(self: ParallelModel, inputs: ModelInputs, divisor: float, **options: Any) -> Tensor:
         divisor = divisor * 1.0001 if wrong == "scale" else divisor
-        return backward(self, tokens, targets, divisor, None if wrong == "mask" else starts, size)
+        inputs = replace(inputs, doc_starts_BS=None) if wrong == "mask" else inputs
+        return backward(self, inputs, divisor, **options)
 
     def longer(self: ParallelModel, max_norm: float) -> Any:
         return clip(self, max_norm * 0.5 if wrong == "norm" else max_norm)
@@ -203,7 +208,7 @@ def test_one_process_is_the_model_itself() -> None:
     )
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
     parallel_model = ParallelModel(config, ParallelRecipe(), ParallelMesh(ParallelDims(), torch.device("cpu")), seed=5)
-    losses = parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=64, micro_batch_size=2)
+    losses = parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=64, micro_batch_size=2)
     bare = Z2all(config).init_weights(5)
     for micro_batch in tokens.split(2):
         (bare(micro_batch[:, :-1], targets_BS=micro_batch[:, 1:]).sum() * (1 / 64)).backward()

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero2all.base.errors import Z2aError
 from zero2all.bench.rank_harness import RankCrashError, run_ranks, stream_jobs, stream_ranks
-from zero2all.errors import Z2aError
 
 
 def sums_then(end: str) -> Iterator[int]:

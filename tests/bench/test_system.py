@@ -12,12 +12,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import UsageError
 from zero2all.bench.checkpoint import bench_checkpoint
 from zero2all.bench.comm import COLLECTIVES, CollectiveTime, bench_comm, measure_collectives
 from zero2all.bench.loader import bench_loader
 from zero2all.bench.measurements import (
-    BenchReport,
     Measurement,
+    MeasurementReport,
     read_report,
     regressions,
     report_markdown,
@@ -27,10 +28,9 @@ from zero2all.bench.measurements import (
 )
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.recipe import load_recipe_or_preset
 
-REPORT = BenchReport(
+REPORT = MeasurementReport(
     "comm",
     "a title",
     this_machine(),

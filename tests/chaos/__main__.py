@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.chaos.scale_model import render_report, simulate
 from tests.chaos.suite import part_of_faults, render_table, run_suite, select_faults
-from zero2all.errors import UsageError
-from zero2all.processes import stop_on_signals
+from zero2all.base.errors import UsageError
+from zero2all.base.processes import stop_on_signals
 
 
 def main(words: Sequence[str]) -> int:

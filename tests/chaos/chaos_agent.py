@@ -9,9 +9,9 @@ from tests.chaos.shifted_clock import shift_clock
 
 shift_clock()
 
-from zero2all.elastic.launcher import LaunchConfig  # noqa: E402
-from zero2all.elastic.restart_policy import NodePolicy  # noqa: E402
-from zero2all.processes import end_with_parent  # noqa: E402
+from zero2all.base.processes import end_with_parent  # noqa: E402
+from zero2all.cluster.launch.launcher import LaunchConfig  # noqa: E402
+from zero2all.cluster.launch.restart_policy import NodePolicy  # noqa: E402
 
 if __name__ == "__main__":
     end_with_parent()

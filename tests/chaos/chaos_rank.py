@@ -10,24 +10,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.chaos.shifted_clock import shift_clock
-from zero2all.processes import AGENT_PID, end_with_agent
+from zero2all.base.processes import AGENT_PID, end_with_agent
 
 shift_clock()
 if AGENT_PID in os.environ:
     end_with_agent()  # before the next import, which takes seconds
 
-from zero2all.elastic.worker import record_exception, run_worker, setup_worker  # noqa: E402
+from zero2all.cluster.launch.worker import record_exception, run_worker, setup_worker  # noqa: E402
 
 setup_worker()
 
 from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, FaultInjector, read_injections  # noqa: E402
 from tests.chaos.restore_audit import RestoreMarker  # noqa: E402
 from tests.chaos.sample_audit import SeenSamples, sample_hash  # noqa: E402
+from zero2all.base.console import say  # noqa: E402
+from zero2all.base.errors import Z2aError  # noqa: E402
+from zero2all.base.processes import process_start_time  # noqa: E402
 from zero2all.checkpoint import lock  # noqa: E402
 from zero2all.checkpoint.training_state import CheckpointPhase  # noqa: E402
-from zero2all.console import say  # noqa: E402
-from zero2all.errors import Z2aError  # noqa: E402
-from zero2all.processes import process_start_time  # noqa: E402
 from zero2all.recipe import load_recipe  # noqa: E402
 from zero2all.train import train  # noqa: E402
 from zero2all.train.data_loader import PADDING_SOURCE, Batch  # noqa: E402

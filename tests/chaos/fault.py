@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.chaos.injections import Injection, InjectionPoint
 from tests.chaos.scenario import Scenario, expect_status
 from tests.chaos.workspace import NUM_RANKS
-from zero2all.elastic.exit_reason import FailureKind
+from zero2all.cluster.launch.exit_reason import FailureKind
 
 Rng = random.Random
 DURABLE_ONLY = ("checkpoint.flash_every=null",)

@@ -54,7 +54,7 @@ from tests.chaos.storage_faults import (
     truncate_checkpoint,
 )
 from tests.chaos.workspace import NUM_RANKS
-from zero2all.elastic.launcher import RENDEZVOUS_ADVICE
+from zero2all.cluster.launch.launcher import RENDEZVOUS_ADVICE
 
 MAX_STEPS_AGAIN = 8  # two intervals of flash checkpoints: of the newest a part may be on its way to another node
 NO_DURABLE = ("checkpoint.every=100 steps",)

@@ -13,10 +13,10 @@ from typing import Any
 from tests.chaos.scenario import Scenario
 from tests.chaos.shifted_clock import CLOCK_VARIABLE, set_clock
 from tests.chaos.simulated_nodes import SimulatedNetwork, simulated_network
-from zero2all.checkpoint.flash import find_staged_slots
-from zero2all.elastic.job_secret import new_secret
-from zero2all.environment import JOB_SECRET_VARIABLE
-from zero2all.errors import Z2aError
+from zero2all.base.environment import JOB_SECRET_VARIABLE
+from zero2all.base.errors import Z2aError
+from zero2all.checkpoint.staged_slot import find_staged_slots
+from zero2all.cluster.launch.job_secret import new_secret
 
 PORT = 29500
 RANKS_PER_NODE = 2

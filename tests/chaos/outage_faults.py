@@ -13,7 +13,7 @@ from tests.chaos.scenario import DIRECTORY_PLACEHOLDER, Scenario, expect_status
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from tests.chaos.storage_faults import SMALL_DISK, SMALL_MEMORY, damage_then_kill, fill_disk, free_disk
 from tests.chaos.workspace import NUM_RANKS
-from zero2all.io import HISTORY_FILE
+from zero2all.base.io import HISTORY_FILE
 
 STORAGE = "storage"
 ON_FAILING_STORAGE = (f"checkpoint.dir={DIRECTORY_PLACEHOLDER}/{STORAGE}",)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from zero2all.records import parse_record
+from zero2all.base.records import parse_record
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan
 

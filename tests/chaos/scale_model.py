@@ -33,11 +33,11 @@ from tests.chaos.simulated_agents import (
     Traffic,
     run_fleet,
 )
-from zero2all.console import say
-from zero2all.elastic.rendezvous_server import RendezvousServer
-from zero2all.elastic.rendezvous_state import RendezvousSettings
-from zero2all.errors import UsageError, Z2aError
-from zero2all.processes import raise_descriptor_limit, watch_parent
+from zero2all.base.console import say
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.processes import raise_descriptor_limit, watch_parent
+from zero2all.cluster.launch.rendezvous_messages import RendezvousSettings
+from zero2all.cluster.launch.rendezvous_server import RendezvousServer
 
 AGENTS_PER_PROCESS = 2048
 SPARE_DESCRIPTORS = 64  # beside the connections

@@ -18,7 +18,7 @@ from tests.chaos.injections import Injection, write_injections
 from tests.chaos.sample_audit import read_seen_samples
 from tests.chaos.simulated_nodes import SimulatedNode
 from tests.chaos.workspace import NUM_RANKS, workspace_recipe
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run
 

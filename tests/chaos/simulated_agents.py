@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from zero2all.connection import (
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.connection import (
     GREETING_BYTES,
     LENGTH_BYTES,
     WELCOME_BYTES,
@@ -23,21 +24,21 @@ from zero2all.connection import (
     TamperedError,
     frame_length,
 )
-from zero2all.elastic.rendezvous_client import RETRY_INTERVAL
-from zero2all.elastic.rendezvous_messages import (
+from zero2all.base.processes import raise_descriptor_limit, watch_parent
+from zero2all.base.records import parse_record
+from zero2all.cluster.launch.rendezvous_client import RETRY_INTERVAL
+from zero2all.cluster.launch.rendezvous_messages import (
     HEARTBEAT_INTERVAL,
     SERVICE,
     Enter,
     JoinNextRound,
     OwnNode,
     Ping,
-    Request,
+    RankAssignment,
+    RendezvousRequest,
+    RendezvousSettings,
     ServerMessage,
 )
-from zero2all.elastic.rendezvous_state import RankAssignment, RendezvousSettings
-from zero2all.errors import Z2aError
-from zero2all.processes import raise_descriptor_limit, watch_parent
-from zero2all.records import parse_record
 
 JOB = "scale-model"
 RANKS_PER_NODE = 8
@@ -192,10 +193,10 @@ class SimulatedAgent(asyncio.Protocol):
             self._send(Ping())
             asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
-    def _send(self, request: Request) -> int:
+    def _send(self, request: RendezvousRequest) -> int:
         return self._send_fields(type(request), asdict(request))
 
-    def _send_fields(self, request: type[Request], fields: dict[str, Any]) -> int:
+    def _send_fields(self, request: type[RendezvousRequest], fields: dict[str, Any]) -> int:
         assert self._session is not None
         self._requests += 1
         self._fleet.messages += 1

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 
 NODE_TMPDIR = Path("/dev/shm/tmp")  # private to every node
 COMMAND_TIMEOUT = 30.0  # seconds for any command that sets up or tears down a node

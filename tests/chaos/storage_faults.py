@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.chaos.cgroup import memory_limit
 from tests.chaos.scenario import Scenario, expect_status
 from tests.chaos.simulated_nodes import NODE_TMPDIR, SimulatedNode, simulated_nodes
-from zero2all.checkpoint.flash import find_staged_slots
+from zero2all.checkpoint.staged_slot import find_staged_slots
 
 SMALL_DISK, SMALL_MEMORY = NODE_TMPDIR / "disk", NODE_TMPDIR / "memory"  # small file systems of a simulated node
 

@@ -18,13 +18,13 @@ from tests.chaos.restore_audit import find_wrong_restores, read_restore_marks
 from tests.chaos.sample_audit import audit_samples
 from tests.chaos.scenario import Scenario, expect_status
 from tests.chaos.workspace import build_workspace
-from zero2all.console import say
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import write_text
+from zero2all.base.console import say
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_text
+from zero2all.base.units import show_seconds
 from zero2all.track import read_steps
 from zero2all.track.record_lines import EventLine, RecordLine, StepLine, restart_step
 from zero2all.track.run_record import read_record_lines
-from zero2all.units import show_seconds
 
 COLUMNS = ("fault", "detected s", "recovered s", "steps again", "samples lost", "samples repeated", "")
 

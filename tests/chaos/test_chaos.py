@@ -17,7 +17,7 @@ from tests.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
 from tests.chaos.scenario import Scenario
 from tests.chaos.suite import FaultResult, render_table, run_suite, select_faults
 from tests.conftest import tiny_recipe
-from zero2all.elastic.exit_reason import FailureKind
+from zero2all.cluster.launch.exit_reason import FailureKind
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import read_batch
 from zero2all.train.plan import Plan

@@ -8,9 +8,8 @@ import pytest
 
 from tests.chaos import scale_model
 from tests.chaos.scale_model import ScaleReport, render_report, simulate
-from zero2all.elastic.rendezvous_messages import HEARTBEAT_INTERVAL
-from zero2all.elastic.rendezvous_state import RendezvousSettings
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.cluster.launch.rendezvous_messages import HEARTBEAT_INTERVAL, RendezvousSettings
 
 
 def messages_of_recovery(report: ScaleReport) -> float:

@@ -6,8 +6,8 @@ import json
 import random
 from pathlib import Path
 
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
-from zero2all.engine import Engine
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -43,7 +43,7 @@ def build_workspace(root: Path, seed: int) -> None:
         for number in range(200):
             text = " ".join(rng.choices(WORDS.split(), k=rng.randint(40, 90))) + "."
             stream.write(json.dumps({"id": number, "text": text}) + "\n")
-    recipe, engine = workspace_recipe(root, root), Engine()  # in this process
+    recipe, engine = workspace_recipe(root, root), TaskEngine()  # in this process
     build_corpus(recipe.corpus, recipe.documents_dir, engine)
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir, engine)
     build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir, engine)

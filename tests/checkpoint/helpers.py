@@ -12,7 +12,9 @@ from torch import nn
 
 from zero2all.checkpoint import (
     CheckpointCallbacks,
+    CheckpointedModel,
     CheckpointManager,
+    CheckpointPlaces,
     CheckpointStore,
     RankGroup,
     ReplicaOptions,
@@ -40,16 +42,15 @@ def tiny_manager(
     """Of one layer. ``memory``: where states in memory are. ``callbacks`` are fields of ``CheckpointCallbacks``."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    return CheckpointManager(
-        storage or CheckpointStore(root / "checkpoints"), memory, root, model, [optimizer], rank_group or RankGroup(),
-        callbacks=CheckpointCallbacks(**callbacks), replicas=replicas,
-    )  # fmt: skip
+    places = CheckpointPlaces(storage or CheckpointStore(root / "checkpoints"), root, memory, replicas)
+    trained = CheckpointedModel(model, [optimizer])
+    return CheckpointManager(places, trained, rank_group or RankGroup(), CheckpointCallbacks(**callbacks))
 
 
 def weight_of(manager: CheckpointManager) -> torch.Tensor:
     """The weight of the model of ``tiny_manager``."""
-    assert isinstance(manager.model, nn.Linear)
-    return manager.model.weight.data
+    assert isinstance(manager.trained.model, nn.Linear)
+    return manager.trained.model.weight.data
 
 
 def flip_a_bit(path: Path) -> None:

@@ -16,10 +16,10 @@ import torch
 from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import CheckpointStore, RankGroup, flash
-from zero2all.checkpoint.flash import find_staged_slots
-from zero2all.console import console
-from zero2all.elastic.heartbeat import Heartbeat, create_heartbeat
+from zero2all.base.console import console
+from zero2all.checkpoint import CheckpointStore, RankGroup, background, flash
+from zero2all.checkpoint.staged_slot import find_staged_slots
+from zero2all.cluster.launch.heartbeat import Heartbeat, create_heartbeat
 from zero2all.track import RunRecord
 from zero2all.track.run_record import AppendFile
 from zero2all.track.sinks import AsyncWriter
@@ -84,7 +84,7 @@ def test_without_space_in_memory_a_flash_step_does_not_wait_for_storage(
     manager = tiny_manager(tmp_path, tmp_path / "memory" / "z2a-key-0", storage=storage)
     manager.save(1, TRAINING_STATE, durable=True)
     assert storage.started.wait(60)
-    saved = threading.Thread(target=manager.save, args=(2, TRAINING_STATE, False), daemon=True)
+    saved = threading.Thread(target=manager.save, args=(2, TRAINING_STATE), kwargs={"durable": False}, daemon=True)
     saved.start()
     saved.join(30)
     waited = saved.is_alive()
@@ -101,8 +101,8 @@ def test_without_space_in_memory_a_flash_step_does_not_wait_for_storage(
 
 
 def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.HEARTBEAT_INTERVAL", 0.01)
-    monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.LOG_INTERVAL", 0.02)
+    monkeypatch.setattr("zero2all.checkpoint.pending_write.HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr("zero2all.checkpoint.pending_write.LOG_INTERVAL", 0.02)
     storage = SlowStorage(tmp_path / "durable")
     heartbeat, seen = create_heartbeat(tmp_path, 0), []
     heartbeat(41)
@@ -123,8 +123,8 @@ def test_waiting_for_storage_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_storage_that_never_responds_is_a_hang_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.HEARTBEAT_INTERVAL", 0.01)
-    monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.COLLECTIVE_TIMEOUT", timedelta(0))
+    monkeypatch.setattr("zero2all.checkpoint.pending_write.HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr("zero2all.checkpoint.pending_write.COLLECTIVE_TIMEOUT", timedelta(0))
     storage = SlowStorage(tmp_path / "durable")
     heartbeats: list[int] = []
     manager = tiny_manager(tmp_path, storage=storage, on_wait=lambda: heartbeats.append(1))
@@ -138,7 +138,7 @@ def test_a_run_sends_heartbeats_while_it_waits_for_storage(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint every step, and a write that lasts until the run has sent a heartbeat."""
-    monkeypatch.setattr("zero2all.checkpoint.checkpoint_manager.HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr("zero2all.checkpoint.pending_write.HEARTBEAT_INTERVAL", 0.01)
     alive, write = threading.Event(), CheckpointStore.write
     monkeypatch.setattr(Heartbeat, "ping", lambda self: alive.set())
 
@@ -259,10 +259,10 @@ def test_a_background_thread_has_a_low_priority_unless_training_waits_for_it() -
     def note_priority() -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    flash.run_in_background(note_priority).result(30)
-    flash.run_in_background(note_priority, niceness=0).result(30)
+    background.run_in_background(note_priority).result(30)
+    background.run_in_background(note_priority, niceness=0).result(30)
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    assert seen == [min(19, own + flash.BACKGROUND_NICENESS), own]
+    assert seen == [min(19, own + background.BACKGROUND_NICENESS), own]
 
 
 def test_a_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,5 +271,5 @@ def test_a_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
     seen: list[int] = []
-    flash.run_in_background(lambda: seen.append(threading.get_ident())).result(30)
+    background.run_in_background(lambda: seen.append(threading.get_ident())).result(30)
     assert chosen == [(3, seen[0])]

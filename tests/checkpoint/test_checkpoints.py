@@ -18,10 +18,17 @@ from typer.testing import CliRunner
 
 from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, losses
 from tests.conftest import tiny_recipe
-from zero2all.checkpoint import CheckpointManager, CheckpointStore, RankGroup, run_lock
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.checkpoint import (
+    CheckpointedModel,
+    CheckpointManager,
+    CheckpointPlaces,
+    CheckpointStore,
+    RankGroup,
+    run_lock,
+)
 from zero2all.checkpoint.inspection import compare_checkpoints, list_checkpoints
 from zero2all.cli.main import app
-from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.train import Run, Trainer, TrainerHooks, train
@@ -38,9 +45,8 @@ def make_manager(directory: Path, memory: Path | None = None, **keep: int) -> tu
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    return CheckpointManager(
-        CheckpointStore(directory, **keep), memory, directory, model, [optimizer], RankGroup()
-    ), model
+    places = CheckpointPlaces(CheckpointStore(directory, **keep), directory, memory)
+    return CheckpointManager(places, CheckpointedModel(model, [optimizer]), RankGroup()), model
 
 
 def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_a_damaged_checkpoint_of_a_later_step_displaces_no_valid_one(tmp_path: P
 def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path / "run", tmp_path / "memory", keep=1)
     for step, durable in ((10, True), (15, False), (20, True)):
-        manager.save(step, TRAINING_STATE, durable)
+        manager.save(step, TRAINING_STATE, durable=durable)
         manager.wait_until_saved()
     assert manager.checkpoints.steps() == [20]
     found = manager.roll_back(18)
@@ -108,7 +114,7 @@ class Quantized(torch.Tensor):
 
 def test_state_that_is_not_plain_bytes_is_written_while_training_waits(tmp_path: Path) -> None:
     manager, model = make_manager(tmp_path)
-    moments = manager.optimizers[0].state[model.weight]
+    moments = manager.trained.optimizers[0].state[model.weight]
     moments["exp_avg"] = moments["exp_avg"].as_subclass(Quantized)
     manager.save(1, TRAINING_STATE, durable=False)
     manager.save(2, TRAINING_STATE, durable=True)
@@ -153,7 +159,7 @@ def test_checkpoints_in_an_object_store(workspace: Path, tmp_path: Path, s3: str
     assert losses(run) == losses(tmp_path / "uninterrupted")
     expected = run.load_model().state_dict()
     with Trainer(tiny_recipe(workspace, f"out={tmp_path}/next", f"train.init={s3}/run/step-00000012")) as trainer:
-        assert all(torch.equal(weight, expected[name]) for name, weight in trainer.model.model.state_dict().items())
+        assert all(torch.equal(weight, expected[name]) for name, weight in trainer.job.model.model.state_dict().items())
 
 
 def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(workspace: Path, tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 from tests.checkpoint.helpers import TRAINING_STATE, crashed, flip_a_bit, losses, tiny_manager
 from tests.conftest import tiny_recipe
 from tests.processes import run_preloaded
+from zero2all.base.errors import Interrupted
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.checkpoint import flash
-from zero2all.errors import Interrupted
+from zero2all.checkpoint import slot_directories
+from zero2all.checkpoint.slot_directories import claim_flash_directory, flash_directory
+from zero2all.checkpoint.staged_slot import find_staged_slots
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run, TrainerHooks, train
 
@@ -127,12 +129,24 @@ def test_the_state_outlives_a_killed_process(
         assert f"the state of step {when} in memory" in " ".join(capsys.readouterr().err.split())
 
 
+def committed_marker(recipe: Recipe, step: int) -> Path:
+    """The marker of a state, once the thread that outlives the crash has written its checksum."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for path in memory(recipe).glob("*/slot-*.json"):
+            header = json.loads(path.read_text())
+            if header["step"] == step and "hash" in header:
+                return path
+        time.sleep(0.01)
+    raise AssertionError(f"the state of step {step} was not committed")
+
+
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "no marker", "torn marker"])
 def test_a_damaged_state_is_skipped(
     damage: str, recipe: Recipe, uninterrupted: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crashed(recipe, 7)  # slots of steps 3 and 6
-    marker = next(path for path in memory(recipe).glob("*/slot-*.json") if json.loads(path.read_text())["step"] == 6)
+    marker = committed_marker(recipe, 6)
     data = marker.with_suffix(".bin")
     if damage == "bit":
         flip_a_bit(data)
@@ -225,20 +239,20 @@ def test_another_world_size_reads_the_states_in_memory(
 
 def test_states_of_a_deleted_run_are_removed(tmp_path: Path) -> None:
     """Deleted, or replaced by another run; young states may be of a run that is just being moved."""
-    place, old = tmp_path / "memory", time.time() - 2 * flash.ABANDONED_AFTER
+    place, old = tmp_path / "memory", time.time() - 2 * slot_directories.ABANDONED_AFTER
     keys = {"gone": None, "replaced": "another", "here": "here", "young": None}
     for name, key in keys.items():
         run = tmp_path / name
         if key is not None:
             run.mkdir()
             (run / "key").write_text(f"{key}\n", encoding="utf-8")
-        directory = flash.flash_directory(place, name)
-        flash.claim_flash_directory(directory, run)
+        directory = flash_directory(place, name)
+        claim_flash_directory(directory, run)
         if name != "young":
             os.utime(directory / "run", (old, old))
-    flash.claim_flash_directory(flash.flash_directory(place, "new"), tmp_path / "new")
+    claim_flash_directory(flash_directory(place, "new"), tmp_path / "new")
     kept = {"here", "young", "new"}
-    assert set(place.iterdir()) == {flash.flash_directory(place, name) for name in kept}
+    assert set(place.iterdir()) == {flash_directory(place, name) for name in kept}
 
 
 def tamper(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +261,7 @@ def tamper(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         directory.rename(directory.with_name("elsewhere"))
         directory.symlink_to(directory.with_name("elsewhere"))
     elif how == "owner":
-        monkeypatch.setattr(flash.os, "getuid", lambda: directory.stat().st_uid + 1)
+        monkeypatch.setattr(slot_directories.os, "getuid", lambda: directory.stat().st_uid + 1)
     else:
         directory.chmod({"group": 0o720, "world": 0o702}[how])
 
@@ -270,9 +284,9 @@ def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
         manager = tiny_manager(tmp_path, directory)
         assert manager.find_restore_point() is None
         manager.begin_history(None)
-        assert [slot.header.step for slot in flash.find_staged_slots(directory)] == [10], "a link may lead anywhere"
+        assert [slot.header.step for slot in find_staged_slots(directory)] == [10], "a link may lead anywhere"
         with pytest.raises(PermissionError, match="z2a-key-0"):
-            flash.claim_flash_directory(directory, tmp_path)
+            claim_flash_directory(directory, tmp_path)
         manager.save(20, TRAINING_STATE, durable=False)  # training continues without it
     assert "is not used" in capsys.readouterr().err
 

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 import zero2all.checkpoint.dcp_reader as reader
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import sha256_file
 from zero2all.checkpoint import CheckpointStore, RankGroup
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.cli.main import app
-from zero2all.errors import Z2aError
-from zero2all.io import sha256_file
 from zero2all.recipe import Recipe
 from zero2all.train import Run, train
 
@@ -319,7 +319,7 @@ def test_a_weight_is_read_from_the_checkpoint_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_an_object_store_too(s3: str, tmp_path: Path) -> None:
-    from zero2all.paths import to_path
+    from zero2all.base.paths import to_path
 
     checkpoints = make_checkpoint(to_path(f"{s3}/checkpoints"))
     found = torch.nn.Linear(4, 4, dtype=torch.bfloat16)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager, weight_of
 from tests.checkpoint.threads import Rank0Store, run_threads
+from zero2all.base.io import sha256_file
 from zero2all.checkpoint import CheckpointManager, RankGroup
-from zero2all.io import sha256_file
 
 KEY = "z2a-key-0"
 
@@ -54,7 +54,7 @@ class Cluster:
                 at = Start(found.step, found.location, weight_of(manager)[0, 0].item())
             for step in sorted({*flash, *durable}):
                 weight_of(manager).fill_(weight)
-                manager.save(step, TRAINING_STATE, step in durable)
+                manager.save(step, TRAINING_STATE, durable=step in durable)
                 manager.wait_until_saved()
             return at
 
@@ -137,14 +137,14 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
         found = manager.find_restore_point()
         assert found is not None
         manager.load(found)
-        before = manager.lineage
+        before = manager.history.lineage
         manager.save(1000, TRAINING_STATE, durable=False)
         manager.wait_until_saved()
         back = manager.roll_back(995)
         assert back is not None
         assert back.step == 990
-        assert manager.lineage[:-1] == before[:-1]
-        assert manager.lineage[-1] != before[-1]
+        assert manager.history.lineage[:-1] == before[:-1]
+        assert manager.history.lineage[-1] != before[-1]
         weight_of(manager).fill_(5.0)
         manager.save(1000, replace(TRAINING_STATE, skipped=[994]), durable=False)
         manager.wait_until_saved()

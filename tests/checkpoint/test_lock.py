@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import zero2all.directory_lock as lock
+import zero2all.base.directory_lock as lock
+from zero2all.base.errors import UsageError
 from zero2all.checkpoint import run_lock
-from zero2all.errors import UsageError
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
@@ -63,7 +63,7 @@ def test_a_holder_on_another_host_is_judged_by_its_heartbeats(
 ) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(lock, "STALE_AFTER", 4)
+    monkeypatch.setattr(lock, "STALE_AFTER", 1.5)
     (tmp_path / "lock.held").write_text(json.dumps({"pid": gone.pid, "host": "there", "host_id": "0badcafe"}))
     stop = threading.Event()
 
@@ -76,7 +76,7 @@ def test_a_holder_on_another_host_is_judged_by_its_heartbeats(
     alive = threading.Thread(target=heartbeat)
     alive.start()
     try:
-        with pytest.raises(UsageError, match="on there"), run_lock(tmp_path, patience=6):
+        with pytest.raises(UsageError, match="on there"), run_lock(tmp_path, patience=2):
             pass
     finally:
         stop.set()

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.ranks import on_ranks
+from zero2all.base.errors import Z2aError
+from zero2all.base.torch_private import storage_info
 from zero2all.checkpoint import CheckpointStore, RankGroup
 from zero2all.checkpoint import dcp_writer as metadata_module
 from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
@@ -29,8 +31,6 @@ from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers
 from zero2all.checkpoint.integrity import DamagedError
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
-from zero2all.errors import Z2aError
-from zero2all.torch_private import storage_info
 
 
 def written_index(shapes: dict[str, tuple[int, ...]], rows_per_rank: int, ranks: int) -> ChunkIndex:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero2all.base.torch_private import HashStore
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import RankGroup, rank_group, rank_tree
 from zero2all.checkpoint.dcp_writer import KEY_DTYPE, _pack_writers
@@ -27,7 +28,6 @@ from zero2all.checkpoint.rank_tree import RankTree, pack, unpack
 from zero2all.checkpoint.restore import RankReport, SlotReport
 from zero2all.checkpoint.restore_point import RestorePointFinder
 from zero2all.checkpoint.training_state import Branch
-from zero2all.torch_private import HashStore
 
 
 @given(st.dictionaries(st.integers(0, 2**40), st.binary(max_size=50)))

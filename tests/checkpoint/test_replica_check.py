@@ -9,9 +9,9 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Z2aError
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint.state_dict import describe_mismatch
-from zero2all.errors import Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.train import train

@@ -11,12 +11,12 @@ import pytest
 from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager, weight_of
 from tests.checkpoint.test_histories import KEY
 from tests.checkpoint.threads import Rank0Store, run_threads
+from zero2all.base.environment import JOB_SECRET_VARIABLE
 from zero2all.checkpoint import RankGroup, ReplicaOptions, replicas
-from zero2all.checkpoint.flash import find_staged_slots
 from zero2all.checkpoint.inspection import list_checkpoints
 from zero2all.checkpoint.restore import RankReport, SlotReport, decide_restore
+from zero2all.checkpoint.staged_slot import find_staged_slots
 from zero2all.checkpoint.training_state import Branch, Lineage
-from zero2all.environment import JOB_SECRET_VARIABLE
 
 STEPS = (10, 20)
 
@@ -57,12 +57,12 @@ class Cluster:
                     weight_of(manager).fill_(step + rank_group.rank / 8)
                     manager.save(step, TRAINING_STATE, durable=False)
                     manager.wait_until_saved()
-                    assert manager.replicas is None or manager.replicas.wait(30)
+                    assert manager.memory.replicas is None or manager.memory.replicas.wait(30)
                 rank_group.on_all_ranks(lambda: None)
                 return at
             finally:
-                if manager.replicas is not None:
-                    manager.replicas.close()
+                if manager.memory.replicas is not None:
+                    manager.memory.replicas.close()
 
         return run_threads(len(nodes), rank)
 

@@ -16,21 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoint.helpers import TRAINING_STATE
-from zero2all import connection
-from zero2all.checkpoint import replica_sender, replica_server
-from zero2all.checkpoint.flash import Slot, SlotHeader, Slots, find_staged_slots
-from zero2all.checkpoint.peers import connect_peer
-from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
-from zero2all.checkpoint.replica_server import (
-    RejectedStateError,
-    ReplicaServer,
-    ReplicaSlots,
-    Reply,
-    Request,
-    fetch_state,
-)
-from zero2all.checkpoint.training_state import Branch, Lineage, SentReplica
-from zero2all.connection import (
+from zero2all.base.network import connection
+from zero2all.base.network.connection import (
     GREETING_BYTES,
     HELLO_BYTES,
     REFUSED,
@@ -39,6 +26,21 @@ from zero2all.connection import (
     TamperedError,
     receive_exactly,
 )
+from zero2all.checkpoint import replica_sender, replica_server
+from zero2all.checkpoint.flash import Slot, Slots
+from zero2all.checkpoint.peers import connect_peer
+from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
+from zero2all.checkpoint.replica_server import (
+    RejectedStateError,
+    ReplicaRequest,
+    ReplicaServer,
+    ReplicaSlots,
+    Reply,
+    fetch_state,
+)
+from zero2all.checkpoint.slot_format import SlotHeader
+from zero2all.checkpoint.staged_slot import find_staged_slots
+from zero2all.checkpoint.training_state import Branch, Lineage, SentReplica
 
 SECRET = b"correct horse battery staple"
 LINE: Lineage = (Branch("a", 0),)
@@ -88,7 +90,7 @@ def test_a_committed_state_arrives_and_is_equal(server: ReplicaServer, slots: Sl
     assert held.header == slot.header
     assert held.data.read_bytes() == slot.data.numpy().tobytes()
     assert held.shard_specs() == slots.shard_specs
-    request = Request("fetch", 0, 2, 30, "a")
+    request = ReplicaRequest("fetch", 0, 2, 30, "a")
     fetch_state(server.address, SECRET, request, tmp_path / "third" / "rank-0-of-2", slot.data.numel())
     assert steps_held(tmp_path / "third") == [30]
     with pytest.raises(RejectedStateError, match="not held"):
@@ -106,18 +108,18 @@ def test_a_peer_with_another_secret_gets_and_leaves_nothing(
     assert sent == []
     assert "another job secret" in capsys.readouterr().err
     with pytest.raises(TamperedError, match="another job secret"):
-        fetch_state(server.address, b"x" * 32, Request("fetch", 0, 2, 10, "a"), tmp_path / "x", SIZE)
+        fetch_state(server.address, b"x" * 32, ReplicaRequest("fetch", 0, 2, 10, "a"), tmp_path / "x", SIZE)
     assert steps_held(tmp_path / "there") == []
 
 
-def store(slot: Slot, **changes: Any) -> Request:
+def store(slot: Slot, **changes: Any) -> ReplicaRequest:
     assert slot.path is not None
     layout = slot.path.with_name("layout.json").read_bytes()
-    request = Request("store", 0, 2, 10, "a", len(layout), slot.data.numel(), slot.header)
+    request = ReplicaRequest("store", 0, 2, 10, "a", len(layout), slot.data.numel(), slot.header)
     return replace(request, **changes)
 
 
-def refused(server: ReplicaServer, request: Request) -> str:
+def refused(server: ReplicaServer, request: ReplicaRequest) -> str:
     with connect_peer(server.address, SECRET) as peer:
         peer.send(request)
         reply = peer.receive(Reply)

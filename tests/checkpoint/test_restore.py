@@ -11,6 +11,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero2all.base.records import parse_record
 from zero2all.checkpoint.restore import (
     DurableReport,
     RankReport,
@@ -27,7 +28,6 @@ from zero2all.checkpoint.training_state import (
     contains_state,
     extend_lineage,
 )
-from zero2all.records import parse_record
 
 NODES = "ABC"  # few, so that each meets its own past again
 

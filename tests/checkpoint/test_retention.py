@@ -20,11 +20,12 @@ import zero2all.checkpoint.integrity as integrity
 from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit
 from tests.checkpoint.threads import run_threads
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.paths import RemotePath, to_path
 from zero2all.checkpoint import CheckpointStore, RankGroup, checkpoint_store
+from zero2all.checkpoint.retention import Retention
 from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, Branch, Lineage
-from zero2all.errors import UsageError, Z2aError
-from zero2all.paths import RemotePath, to_path
 from zero2all.train import train
 
 
@@ -108,9 +109,9 @@ def test_ranks_agree_when_only_one_of_them_sees_the_damage(tmp_path: Path) -> No
     damaged.write_text(damaged.read_text().replace("200", "201"))
     kept = [CheckpointStore(tmp_path, keep=2) for _ in range(3)]
     kept[0].verify(300)  # the first knows more than the others
-    run_threads(3, lambda ranks: kept[ranks.rank]._apply_retention(300, ranks))
+    run_threads(3, lambda ranks: Retention(kept[ranks.rank], 2, 0, ranks).apply(300))
     assert kept[0].steps() == [100, 200, 300]
-    assert [100 in checkpoints._verified for checkpoints in kept] == [True] * 3
+    assert [100 in checkpoints.verified_steps for checkpoints in kept] == [True] * 3
 
 
 def test_no_rank_starts_to_write_when_one_has_no_space_to_stage(monkeypatch: pytest.MonkeyPatch) -> None:

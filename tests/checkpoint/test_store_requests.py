@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import zero2all.paths as paths
+import zero2all.base.paths as paths
 from tests.checkpoint.helpers import TRAINING_STATE
+from zero2all.base.paths import RemotePath, to_path
 from zero2all.checkpoint import CheckpointStore, RankGroup
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
-from zero2all.paths import RemotePath, to_path
 
 FILES = 60
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.checkpoint.checkpoint_store import CheckpointHeader
-from zero2all.errors import Z2aError
-from zero2all.records import parse_record
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import parse_record
+from zero2all.checkpoint.checkpoint_directory import CheckpointHeader
 
 
 def test_a_header_needs_no_key_and_ignores_unknown_ones() -> None:

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-import zero2all.checkpoint.checkpoint_manager as manager_module
 import zero2all.checkpoint.integrity as integrity
+import zero2all.checkpoint.run_history as history_module
 from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
-from zero2all.checkpoint import CheckpointManager, DamagedStateError, RankGroup, checkpoint_store
+from zero2all.base.errors import Z2aError
+from zero2all.checkpoint import CheckpointManager, CheckpointStore, DamagedStateError, RankGroup, checkpoint_directory
+from zero2all.checkpoint.checkpoint_directory import CheckpointDirectory, wait_until_readable
 from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, read_lineage
-from zero2all.errors import Z2aError
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def failing(function: Callable[[Path], Any], name: str, times: int) -> Callable[
 
 def test_one_failed_read_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, 900, 1000)
-    monkeypatch.setattr(checkpoint_store, "read_json", failing(checkpoint_store.read_json, "state.json", 1))
+    monkeypatch.setattr(checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, "state.json", 1))
     assert restored(tmp_path) == [1000]
 
 
@@ -77,7 +78,7 @@ def test_a_restart_does_not_fall_back_from_a_checkpoint_whose_state_is_unreadabl
 ) -> None:
     trained(tmp_path, 900, 1000)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_store, "read_json", failing(checkpoint_store.read_json, "state.json", 10**9))
+        patch.setattr(checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, "state.json", 10**9))
         with pytest.raises(Z2aError, match="step-00001000 cannot be read"):
             restored(tmp_path)
     assert restored(tmp_path) == [1000]
@@ -149,7 +150,7 @@ def test_checksums_are_computed_while_the_state_is_loaded(tmp_path: Path, monkey
     """Either waits for the other to start, so one after the other would fail. The state is read before either."""
     trained(tmp_path, 900, 1000)
     verifies, loads = threading.Event(), threading.Event()
-    hash_file, load = integrity.sha256_file, checkpoint_store.CheckpointStore.load
+    hash_file, load = integrity.sha256_file, CheckpointStore.load
 
     def hash_during_load(path: Path) -> str:
         if path.name == "state.json":
@@ -164,7 +165,7 @@ def test_checksums_are_computed_while_the_state_is_loaded(tmp_path: Path, monkey
         load(*arguments)
 
     monkeypatch.setattr(integrity, "sha256_file", hash_during_load)
-    monkeypatch.setattr(checkpoint_store.CheckpointStore, "load", load_during_hash)
+    monkeypatch.setattr(CheckpointStore, "load", load_during_hash)
     assert restored(tmp_path) == [1000]
 
 
@@ -195,14 +196,14 @@ def test_a_failed_history_file_is_written_with_the_next_checkpoint(
     assert found is not None
     later.load(found)
 
-    original, full = manager_module.write_json, [True]
+    original, full = history_module.write_json, [True]
 
     def write_json(path: Path, value: Any) -> None:
         if full[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, value)
 
-    monkeypatch.setattr(manager_module, "write_json", write_json)
+    monkeypatch.setattr(history_module, "write_json", write_json)
 
     def rank(rank_group: RankGroup) -> None:
         manager = make_manager(tmp_path, rank_group)
@@ -215,7 +216,7 @@ def test_a_failed_history_file_is_written_with_the_next_checkpoint(
         full[0] = False
         manager.save(1000, TRAINING_STATE, durable=True)
         manager.wait_until_saved()
-        assert read_lineage(tmp_path) == manager.lineage
+        assert read_lineage(tmp_path) == manager.history.lineage
 
     run_threads(2, rank)
     assert restored(tmp_path) == [1000]
@@ -249,20 +250,20 @@ def test_checkpoints_that_cannot_be_removed_after_a_rollback_do_not_end_the_run(
 def test_a_restart_waits_for_storage_that_fails_and_not_for_one_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_store, "STORAGE_POLL", 0.0)
-    store, errors = checkpoint_store.CheckpointStore(tmp_path), [errno.EIO, errno.ESTALE, errno.ELOOP]
+    monkeypatch.setattr(checkpoint_directory, "STORAGE_POLL", 0.0)
+    store, errors = CheckpointStore(tmp_path), [errno.EIO, errno.ESTALE, errno.ELOOP]
     failures = iter(errors)
 
-    def entry_names(self: checkpoint_store.CheckpointStore) -> set[str]:
+    def entry_names(self: CheckpointDirectory) -> set[str]:
         if (code := next(failures, None)) is not None:
             raise OSError(code, os.strerror(code))
         return set()
 
-    monkeypatch.setattr(checkpoint_store.CheckpointStore, "_entry_names", entry_names)
-    store.wait_until_readable()
+    monkeypatch.setattr(CheckpointDirectory, "_entry_names", entry_names)
+    wait_until_readable(store)
     failures = iter(errors)
     with pytest.raises(OSError, match=r"Input/output error"):
-        store.wait_until_readable(patience=0.0)
+        wait_until_readable(store, patience=0.0)
     failures = iter([errno.EACCES])
     with pytest.raises(PermissionError):
-        store.wait_until_readable()
+        wait_until_readable(store)

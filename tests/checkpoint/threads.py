@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from zero2all.base.errors import Z2aError
 from zero2all.checkpoint import CheckpointCallbacks, CheckpointStore, RankGroup, TrainingState
 from zero2all.checkpoint.training_state import Lineage
-from zero2all.errors import Z2aError
 
 T = TypeVar("T")
 R = TypeVar("R")

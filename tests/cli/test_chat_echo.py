@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from zero2all.cli import chat
-from zero2all.serve.chat import AnswerStats
+from zero2all.generation.serve.chat import AnswerStats
 
 
 class Terminal:

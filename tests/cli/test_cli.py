@@ -16,8 +16,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe, write_raw
+from zero2all.base.errors import Z2aError, need
 from zero2all.cli.main import PANELS, app
-from zero2all.errors import Z2aError, need
 from zero2all.recipe import recipe_yaml
 
 Z2A = Path(sys.executable).with_name("z2a")
@@ -136,17 +136,18 @@ def test_quickstart_from_messy_files_to_samples_and_every_command_after_it(tmp_p
     write_raw(tmp_path / "raw")
     (tmp_path / "raw" / "zh" / "book.mobi").write_bytes(b"BOOKMOBI\x00")
     out = tmp_path / "out"
-    done = z2a("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
+
+    # In this process: a new one for each would import torch again.
+    def run(*words: object) -> Result:
+        return CliRunner().invoke(app, list(map(str, words)))
+
+    done = run("quickstart", "--corpus", tmp_path / "raw/en.jsonl", tmp_path / "raw/zh", *SMALL, "--out", out, "--json")
+    assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     assert "1 file (format .mobi: book.mobi)" in done.stderr
     assert len(result["samples"]) == 3
     assert result["below_unigram"] > 0.1  # an untrained model is above it
     assert set(result["sources"]) == {"en", "zh"}
-
-    # The rest in this process: a new one for each would import torch again.
-    def run(*words: object) -> Result:
-        return CliRunner().invoke(app, list(map(str, words)))
 
     # Other text in the same place is refused before anything is touched.
     other = run("quickstart", "--corpus", tmp_path / "raw/code", *SMALL, "--out", out)
@@ -191,7 +192,7 @@ def test_quickstart_on_one_book_in_an_odd_place(tmp_path: Path) -> None:
     assert z2a("chat", "moved/run", "--prompt", "", cwd=tmp_path).returncode == 0
 
 
-def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path, workspace: Path) -> None:
+def test_text_in_any_script_comes_out_on_any_console(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("{train: {steps: 1}, evals: {prompts: [你好]}}", encoding="utf-8")
     for extra in ([], ["--json"]):
         shown = z2a("recipe", "show", tmp_path / "a.yaml", *extra, PYTHONIOENCODING="ascii")

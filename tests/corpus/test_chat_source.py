@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.test_validation_blocks import book
-from zero2all.conversation import Conversation
+from zero2all.base.conversation import Conversation
+from zero2all.base.errors import Z2aError
 from zero2all.corpus import BuiltCorpus, build_corpus
 from zero2all.corpus.corpus_export import export_documents
 from zero2all.corpus.ingest import CHAT_IN_TEXT
 from zero2all.corpus.sniff import sniff
 from zero2all.corpus.validation_split import COPY
-from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
 
 Row = dict[str, Any]

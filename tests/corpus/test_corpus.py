@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.errors import Z2aError
 from zero2all.cli.corpus import app
 from zero2all.corpus import SCHEMA, BuiltCorpus, build_corpus, recommended_workers, summary_lines
 from zero2all.corpus.corpus_report import corpus_report, report_html
 from zero2all.corpus.filters.quality_classifier import train_quality_model
-from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 

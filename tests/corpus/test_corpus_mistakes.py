@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.errors import RecipeProblem, UsageError
 from zero2all.cli.main import app
 from zero2all.corpus.readers.listing import list_files, path_problem
-from zero2all.errors import RecipeProblem, UsageError
 from zero2all.recipe import SourceRecipe
 
 
@@ -54,7 +54,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.parametrize("follow_links", [False, True])
 def test_a_path_without_files_is_a_problem(texts: Path, path: str, problem: str | None, follow_links: bool) -> None:
-    found = path_problem(path, follow_links)
+    found = path_problem(path, follow_links=follow_links)
     assert (found is None) if problem is None else (found is not None and found.startswith(problem))
     if problem is not None and not follow_links:
         with pytest.raises(UsageError, match=re.escape(problem)):

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.gids import make_gid
+from zero2all.base.errors import UsageError
 from zero2all.corpus.dedup.decontaminate import (
     build_decontamination_index,
     find_contamination,
@@ -35,7 +36,6 @@ from zero2all.corpus.dedup.shingles import estimate_jaccard, hash_units, minhash
 from zero2all.corpus.dedup.shuffle import DedupParams
 from zero2all.corpus.dedup.stage import find_duplicates
 from zero2all.corpus.document import SCHEMA, Document
-from zero2all.errors import UsageError
 
 PARAMS = DedupParams(source_priority=("good", "en", "zh"), partitions=4)
 PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W_\u4e00-\u9fff]+")
@@ -176,15 +176,15 @@ def test_shingles_are_the_plain_ones() -> None:
         "𠀀𠀁𠀂𠀃𠀄𠀅",
     ]
     for text, count in zip(texts, [7, 0, 0, 9, 2], strict=True):
-        hashes, counts = shingle_hashes([text], False, PARAMS)
+        hashes, counts = shingle_hashes([text], code=False, params=PARAMS)
         assert len(set(hashes.tolist())) == counts[0] == count
-    together, counts = shingle_hashes(texts, False, PARAMS)
-    alone = [shingle_hashes([text], False, PARAMS)[0] for text in texts]
+    together, counts = shingle_hashes(texts, code=False, params=PARAMS)
+    alone = [shingle_hashes([text], code=False, params=PARAMS)[0] for text in texts]
     assert together.tolist() == np.concatenate(alone).tolist()
     assert counts.tolist() == [len(one) for one in alone]
 
     code = "def f(x):\n    return x_1 + 'é'  # 第一\n"
-    hashes, counts = shingle_hashes([code, code.replace("    ", "\t")], True, PARAMS)
+    hashes, counts = shingle_hashes([code, code.replace("    ", "\t")], code=True, params=PARAMS)
     assert counts[0] == len(CODE.findall(code)) - 4
     assert hashes[: counts[0]].tolist() == hashes[counts[0] :].tolist()
 
@@ -217,9 +217,9 @@ def test_signatures_estimate_jaccard(size: int, true: float) -> None:
 
 def test_signature_does_not_depend_on_the_batch() -> None:
     texts = [*generated_texts("zh", 20), "春眠不觉晓处处闻啼鸟", "短"]
-    together = minhash_signatures(*shingle_hashes(texts, False, PARAMS), 112)
+    together = minhash_signatures(*shingle_hashes(texts, code=False, params=PARAMS), 112)
     for row, text in zip(together, texts, strict=True):
-        assert row.tolist() == minhash_signatures(*shingle_hashes([text], False, PARAMS), 112)[0].tolist()
+        assert row.tolist() == minhash_signatures(*shingle_hashes([text], code=False, params=PARAMS), 112)[0].tolist()
 
 
 def many_documents() -> list[Document]:

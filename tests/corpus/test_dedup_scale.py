@@ -134,8 +134,8 @@ def test_partitions_follow_the_number_of_documents() -> None:
 
 def test_a_range_of_gids_is_read_from_an_object_store_too(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
+    from zero2all.base.paths import to_path
     from zero2all.corpus.dedup.shuffle import read_partition
-    from zero2all.paths import to_path
 
     names = np.sort(gids(500, 5))
     edges = make_edges(names, names[::-1])

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus import document_files as make
-from zero2all import limited_process
+from zero2all.base import limited_process
 from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
 from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.readers import (

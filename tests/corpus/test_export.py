@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.io import sha256_file
+from zero2all.base.tasks import TaskEngine
 from zero2all.cli.corpus import app
 from zero2all.corpus import build_corpus, corpus_export
 from zero2all.corpus.corpus_export import ExportOptions, export_documents
 from zero2all.corpus.ingest import document_texts
-from zero2all.engine import Engine
-from zero2all.io import sha256_file
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
@@ -72,7 +72,9 @@ def test_plain_text_is_the_texts_with_a_blank_line_between(documents: Path, tmp_
 
 
 def test_files_are_bounded_and_named_in_the_manifest(documents: Path, tmp_path: Path) -> None:
-    exported = export_documents(documents, tmp_path / "out", ExportOptions("text", shard_size=1000), Engine(workers=2))
+    exported = export_documents(
+        documents, tmp_path / "out", ExportOptions("text", shard_size=1000), TaskEngine(workers=2)
+    )
     files = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").glob("*/*")}
     assert {name: sha256_file(path) for name, path in files.items()} == exported.files
     assert max(path.stat().st_size for path in files.values()) <= 1000

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from tests.corpus.download_server import Content, Page, Server, Text, serving
-from zero2all import http_client
+from zero2all.base.errors import DiskFullError, UsageError, Z2aError
+from zero2all.base.network import http_client
 from zero2all.cli.main import app
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
 from zero2all.corpus.fetch import fetch as fetch_module
 from zero2all.corpus.fetch.download import PartialFile
-from zero2all.errors import DiskFullError, UsageError, Z2aError
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -131,7 +131,7 @@ def test_after_a_bounded_number_of_requests_it_fails(page: Page, message: str, s
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(404, "no such file"), (403, "refused"), (410, "removed"), (401, "login")]
+    ("status", "message"), [(404, "no such file"), (403, "denies access"), (410, "removed"), (401, "login")]
 )
 def test_what_no_second_request_would_change_is_asked_once(
     status: int, message: str, server: Server, tmp_path: Path
@@ -185,7 +185,7 @@ def test_a_larger_file_than_allowed_is_not_downloaded(server: Server, tmp_path: 
 def test_a_wrong_checksum_is_refused_and_nothing_is_left(server: Server, tmp_path: Path) -> None:
     url = server.add("/a.bin", Page(Content(300_000)))
     wrong = "0" * 64
-    with pytest.raises(Z2aError, match=f"its checksum is sha256:[0-9a-f]+, not sha256:{wrong}: the file was refused"):
+    with pytest.raises(Z2aError, match=f"its checksum is sha256:[0-9a-f]+, not sha256:{wrong}: the file was rejected"):
         fetch(url, tmp_path, sha256=wrong)
     assert files_in(tmp_path) == {}
     fetch(url, tmp_path, sha256=Content(300_000).sha256().upper())

@@ -15,14 +15,14 @@ from huggingface_hub import get_session
 
 from tests.corpus.download_server import Content, FakeHub, Page, Server, Text, send_page, serving
 from tests.corpus.test_fetch import entries, files_in, quick  # noqa: F401
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.network.http_client import HttpClient
+from zero2all.base.tasks import TaskEngine
 from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files, list_files
 from zero2all.corpus.fetch import sources as hub_module
 from zero2all.corpus.fetch.sources import FileSelection, HubSource
-from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
-from zero2all.http_client import HttpClient
 from zero2all.recipe import load_recipe
 
 TOKEN = "hf_averysecrettoken"
@@ -131,7 +131,7 @@ def test_content_that_is_not_as_listed_is_refused_and_removed(lfs: bool, hub: Fa
     page = hub.add_file("a.bin", Content(200_000), lfs=lfs)
     page.content = Content(200_000, seed=7)
     with pytest.raises(
-        Z2aError, match=r"1 of 2 files .*\n.*a.bin: its checksum is .* the file was refused and removed"
+        Z2aError, match=r"1 of 2 files .*\n.*a.bin: its checksum is .* the file was rejected and removed"
     ):
         fetch(hub, tmp_path)
     assert list(files_in(tmp_path)) == ["stories/good.bin"]
@@ -422,7 +422,7 @@ def test_the_printed_entry_builds_a_corpus_of_the_data_alone(
     assert entry == {"corpus": {"sources": [{"name": "stories", "paths": ["raw/stories"], "exclude": ["README.md"]}]}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"name": "mine", "out": "out", **entry}))
     recipe = load_recipe(tmp_path / "mine.yaml", ["corpus.filters=[normalize]"])
-    assert build_corpus(recipe.corpus, recipe.documents_dir, Engine()).documents == 40
+    assert build_corpus(recipe.corpus, recipe.documents_dir, TaskEngine()).documents == 40
 
 
 def test_sizes_are_listed_before_a_download(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from zero2all import http_client
+from zero2all.base.network import http_client
+from zero2all.base.network.http_client import HttpError
 from zero2all.corpus.fetch.download import PartialFile, run_all
 from zero2all.corpus.fetch.remote_file import RemoteFile
-from zero2all.http_client import HttpError
 
 
 def remote(**changes: Any) -> RemoteFile:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from zero2all.base.errors import UsageError
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import (
     DEFAULT_FILTERS,
@@ -27,7 +28,6 @@ from zero2all.corpus.filters import (
 )
 from zero2all.corpus.filters.quality_classifier import load_quality_model, train_quality_model
 from zero2all.corpus.filters.text_kinds import split_listings, strip_html_comments
-from zero2all.errors import UsageError
 
 ZH = (
     "春天的山谷里，溪水沿着石阶流下来，两岸开满了野花。老人坐在门前，给孩子们讲起从前的故事。\n"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.network.openai_client import API_KEY
 from zero2all.corpus.generate import GenerateOptions, generate_conversations
-from zero2all.endpoint import API_KEY
-from zero2all.errors import UsageError, Z2aError
 
 WORDS = [
     "river",
@@ -90,8 +90,8 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("zero2all.http_client.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("zero2all.endpoint.BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("zero2all.base.network.http_client.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("zero2all.base.network.openai_client.BUSY_SECONDS", 0.01)
     path = tmp_path / "seeds.jsonl"
     tasks = (
         "Add two numbers.",

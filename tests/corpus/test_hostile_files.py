@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.tasks import TaskEngine, shutdown_workers
 from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -30,8 +32,6 @@ from zero2all.corpus.readers import (
 from zero2all.corpus.readers import parquet as parquet_reader
 from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
-from zero2all.engine import Engine, shutdown_workers
-from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
@@ -369,7 +369,7 @@ def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
     monkeypatch.setattr(build, "list_files", then_change)
     source = SourceRecipe(name="raw", paths=[str(raw)])
     recipe = CorpusRecipe(sources=[source], filters=[], holdout=0)
-    manifest = build_corpus(recipe, tmp_path / "documents", Engine(workers=workers))
+    manifest = build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=workers))
     assert files_left_out(manifest) == {
         "changed while it was read": ["cut.parquet", "grown.jsonl", "shorter.jsonl"],
         "file not found": ["gone.jsonl"],
@@ -429,11 +429,11 @@ def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
 
     monkeypatch.setattr(build, "list_files", with_killer)
     recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
-    manifest = build_corpus(recipe, tmp_path / "documents", Engine(workers=2))
+    manifest = build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=2))
     assert files_left_out(manifest) == {"killed its worker process twice": ["3.jsonl"]}
     assert contents(tmp_path / "documents") == {f"text of {number}" for number in (0, 1, 2, 4, 5)}
     monkeypatch.setattr(build, "list_files", listed)  # as after an update of the library that crashed
-    build_corpus(recipe, tmp_path / "documents", Engine(workers=2))
+    build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=2))
     assert "text of 3" in contents(tmp_path / "documents")
     shutdown_workers()
 

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.gids import make_gid
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import FileStats, read_documents, to_record_batch
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import RawFile, list_files, records, split_large_file
 from zero2all.corpus.readers.encoding import fix_mojibake
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 # Of the documents that each file gave when every record was mapped alone, before there were batches, but for the blank
@@ -153,7 +153,7 @@ def test_a_large_file_gives_the_same_bytes_on_any_number_of_workers(
     recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(raw)])], filters=[], holdout=0)
     whole = build_corpus(recipe, tmp_path / "whole")
     monkeypatch.setattr(records, "FILE_RANGE_BYTES", 20_000)
-    built = [build_corpus(recipe, tmp_path / str(workers), Engine(workers=workers)) for workers in (1, 2)]
+    built = [build_corpus(recipe, tmp_path / str(workers), TaskEngine(workers=workers)) for workers in (1, 2)]
     assert built[0].sources["s"].files == 1
     assert len(list((tmp_path / "1.work" / "parts").glob("*.json"))) > 3
     assert built[0].files == built[1].files

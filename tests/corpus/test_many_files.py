@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from zero2all.base.errors import RecipeError
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files, summary_lines
 from zero2all.corpus.document import SCHEMA, is_taken, is_validation
 from zero2all.corpus.part_files import DocumentWriter, group_small_files
 from zero2all.corpus.readers import RawFile, UnreadableFileError, documents, list_files
 from zero2all.corpus.readers.base import NOT_INSTALLED
 from zero2all.corpus.readers.listing import FileRange
-from zero2all.engine import Engine
-from zero2all.errors import RecipeError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "many_files.py"
@@ -32,7 +32,7 @@ def write_notes(directory: Path, numbers: range) -> None:
         (directory / f"note-{number:05}.txt").write_text(f"The note number {number} says {number * number}.\n")
 
 
-def built(directory: Path, out: Path, engine: Engine | None = None, **source: Any) -> BuiltCorpus:
+def built(directory: Path, out: Path, engine: TaskEngine | None = None, **source: Any) -> BuiltCorpus:
     recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(directory)], **source)], filters=[], holdout=0)
     return build_corpus(recipe, out, engine)
 
@@ -78,7 +78,7 @@ def test_a_folder_of_notes_is_a_few_parts_and_the_same_documents_on_any_number_o
     assert one.left_out["s"].record_files["no text in it"].first == ["note-00030.txt"]
     parts = list((tmp_path / "one.work" / "parts").glob("*.parquet"))
     assert 2 <= len(parts) <= 12
-    assert built(tmp_path / "raw", tmp_path / "two", Engine(workers=2)).files == one.files
+    assert built(tmp_path / "raw", tmp_path / "two", TaskEngine(workers=2)).files == one.files
     monkeypatch.setattr(part_files, "GROUP_FILES", 1)  # as if every file were large
     assert built(tmp_path / "raw", tmp_path / "alone").files == one.files
     assert len(list((tmp_path / "alone.work" / "parts").glob("*.parquet"))) == 61

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.corpus.gids import make_gid
+from zero2all.base.errors import UsageError
 from zero2all.corpus.document import Document
 from zero2all.corpus.ingest import FileStats, to_record_batch
 from zero2all.corpus.mapping import (
@@ -18,7 +19,6 @@ from zero2all.corpus.mapping import (
     resolve_mapping,
 )
 from zero2all.corpus.readers import RawFile, TextRecord, read_records
-from zero2all.errors import UsageError
 from zero2all.recipe import SourceRecipe
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from zero2all.conversation import ChatExample, MalformedConversationError, SourceKind
+from zero2all.base.conversation import ChatExample, MalformedConversationError, SourceKind
+from zero2all.base.errors import RecipeError
 from zero2all.corpus import build_corpus
 from zero2all.corpus.chat_shapes import find_example
-from zero2all.errors import RecipeError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
 
 ASKED, GOOD, BAD = "What is 2 + 2?", "4", "5"

@@ -29,12 +29,12 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from zero2all.corpus import build_corpus
-from zero2all.engine import Engine
-from zero2all.errors import Z2aError
+from zero2all.base.tasks import TaskEngine
+from zero2all.base.errors import Z2aError
 from zero2all.recipe import CorpusRecipe
 
 recipe = CorpusRecipe.model_validate(json.loads(sys.argv[1]))
-engine = Engine(kind="ray")
+engine = TaskEngine(kind="ray")
 build_corpus(recipe, Path(sys.argv[2]), engine)
 
 def fail(number):

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.document_files import make_tar, zip_of
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.corpus.mapping import AUTOMATIC
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -37,7 +38,6 @@ from zero2all.corpus.readers import (
 from zero2all.corpus.readers import base as readers_base
 from zero2all.corpus.readers.encoding import decode_text, detect_encoding, fix_mojibake
 from zero2all.corpus.sniff import DetectedFormat, sniff
-from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import SourceRecipe
 
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少？白日依山尽，黄河入海流。"

@@ -16,21 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import write_raw
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, DedupRecipe, SourceRecipe
 
 KILLS = int(os.environ.get("Z2A_TEST_KILLS", "3"))
 BUILDER = """
 import json, sys
 from zero2all.corpus import build_corpus
-from zero2all.engine import Engine
-from zero2all.paths import to_path
+from zero2all.base.tasks import TaskEngine
+from zero2all.base.paths import to_path
 from zero2all.recipe import CorpusRecipe
 
 if __name__ == "__main__":
     recipe = CorpusRecipe.model_validate(json.loads(sys.argv[1]))
-    build_corpus(recipe, to_path(sys.argv[2]), Engine(workers=int(sys.argv[3])))
+    build_corpus(recipe, to_path(sys.argv[2]), TaskEngine(workers=int(sys.argv[3])))
 """
 
 
@@ -79,7 +79,7 @@ def test_none_is_lost_and_none_is_there_twice(raw: Path, tmp_path: Path) -> None
 def test_the_number_of_workers_changes_no_byte(
     workers: int, raw: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    build_corpus(recipe_for(raw), tmp_path / "documents", Engine(workers=workers))
+    build_corpus(recipe_for(raw), tmp_path / "documents", TaskEngine(workers=workers))
     assert contents(tmp_path / "documents") == undisturbed
 
 

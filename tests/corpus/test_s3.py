@@ -20,13 +20,14 @@ import pytest
 from tests.conftest import TINY, write_raw
 from tests.corpus.test_resume import BUILDER, contents, recipe_for
 from tests.seaweed import SECRET_KEY
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_json
+from zero2all.base.manifest import all_files, read_manifest
+from zero2all.base.paths import RemotePath, arrow_source, to_path
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
 from zero2all.corpus.corpus_report import corpus_report
 from zero2all.corpus.dedup.shuffle import rows_between, save_rows
-from zero2all.engine import Engine
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import all_files, read_manifest, write_json
-from zero2all.paths import RemotePath, arrow_source, to_path
 from zero2all.recipe import CorpusRecipe, DedupRecipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
@@ -80,7 +81,7 @@ def test_documents_on_s3_have_the_bytes_of_a_local_build(s3: str, raw: Path, tmp
     upload(raw, s3)
     out = to_path(f"{s3}/documents")
     local = build_corpus(recipe_for(raw), tmp_path / "documents")
-    remote = build_corpus(remote_recipe(s3, raw, near=True), out, Engine(workers=2))
+    remote = build_corpus(remote_recipe(s3, raw, near=True), out, TaskEngine(workers=2))
     assert shards(remote_contents(out)) == shards(contents(tmp_path / "documents"))
     assert replace(remote, key="") == replace(local, key="", samples={})
     assert build_corpus(remote_recipe(s3, raw, near=True), out).reused

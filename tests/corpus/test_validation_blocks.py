@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.corpus.gids import make_gid
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import BuiltCorpus, build_corpus
 from zero2all.corpus.document import gid_in_split, is_validation
 from zero2all.corpus.validation_split import (
@@ -24,7 +25,6 @@ from zero2all.corpus.validation_split import (
     WINDOW_CHARACTERS,
     place_blocks,
 )
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 HAN = [chr(point) for point in range(0x4E00, 0x4E00 + 2000)]
@@ -47,7 +47,7 @@ def book_in(split: str, holdout: float, characters: int = LONG, source: str = "s
 
 
 def build(
-    root: Path, texts: dict[str, list[str]], holdout: float = 0.1, engine: Engine | None = None, **options: Any
+    root: Path, texts: dict[str, list[str]], holdout: float = 0.1, engine: TaskEngine | None = None, **options: Any
 ) -> tuple[BuiltCorpus, dict[str, list[Row]]]:
     """Texts by source, as JSONL without ids; the manifest, and the rows of each split."""
     root.mkdir()
@@ -223,6 +223,6 @@ def test_blocks_have_room_beside_them(windows: int, holdout: float, gid: int) ->
 @given(text=st.text(max_size=40), valid=st.booleans(), holdout=st.floats(1e-12, 0.999999))
 @settings(max_examples=200)
 def test_a_gid_of_part_of_a_document_lies_on_its_side_of_the_split(text: str, valid: bool, holdout: float) -> None:
-    gid = gid_in_split(text, valid, holdout)
+    gid = gid_in_split(text, valid=valid, holdout=holdout)
     assert len(gid) == 32
     assert is_validation(gid, holdout) == valid

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.gids import make_gid
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document import is_validation
-from zero2all.engine import Engine
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 REASON = "near copy of a validation document"
@@ -107,7 +107,7 @@ def test_near_duplicates_within_train_stay_where_near_is_off(tmp_path: Path) -> 
 def test_workers_and_shards_change_nothing_and_a_rerun_resumes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "raw")
     one = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "one")
-    two = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two", Engine(workers=2))
+    two = build_corpus(recipe_of(tmp_path / "raw"), tmp_path / "two", TaskEngine(workers=2))
     assert one.files == two.files
     shutil.rmtree(tmp_path / "two")
     done = tmp_path / "two.work" / "validation" / "done.json"

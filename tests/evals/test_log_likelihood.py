@@ -11,8 +11,8 @@ import torch
 
 from tests.conftest import CHINESE, CODE, ENGLISH
 from tests.ranks import on_ranks
-from zero2all.errors import UsageError, Z2aError
-from zero2all.evals.log_likelihood import Request, Score, encode_pair, score
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.evals.log_likelihood import Score, ScoringRequest, encode_pair, score
 from zero2all.model import Z2all
 from zero2all.model.hf import export_hf
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
@@ -53,35 +53,38 @@ def random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCAB) for _ in range(count))
 
 
-def make_requests(model: Z2all) -> list[Request]:
+def make_requests(model: Z2all) -> list[ScoringRequest]:
     """Every length, letters with the same context, a continuation that begins another, duplicates, too long ones."""
     rng = random.Random(5)
     requests = [
-        Request(random_tokens(rng, size), random_tokens(rng, rng.randint(1, 6))) for size in (1, 2, 3, 5, 8, 13)
+        ScoringRequest(random_tokens(rng, size), random_tokens(rng, rng.randint(1, 6))) for size in (1, 2, 3, 5, 8, 13)
     ]
     question = random_tokens(rng, 20)
-    requests += [Request(question, (letter,)) for letter in (7, 8, 9, 8)]
-    requests += [Request(question, (7, *random_tokens(rng, extra))) for extra in (1, 4, 0)]
-    requests += [Request(question, random_tokens(rng, size)) for size in (2, 3, 5)]  # share a beginning
-    requests += [Request((*question[:18], *random_tokens(rng, 4)), random_tokens(rng, 3)) for _ in range(3)]
-    requests += [Request(question[:4], question[4:6]), Request((3,), ()), Request(question, ())]
-    requests += [Request(random_tokens(rng, 80), random_tokens(rng, 5)), Request((1,), random_tokens(rng, CONTEXT))]
+    requests += [ScoringRequest(question, (letter,)) for letter in (7, 8, 9, 8)]
+    requests += [ScoringRequest(question, (7, *random_tokens(rng, extra))) for extra in (1, 4, 0)]
+    requests += [ScoringRequest(question, random_tokens(rng, size)) for size in (2, 3, 5)]  # share a beginning
+    requests += [ScoringRequest((*question[:18], *random_tokens(rng, 4)), random_tokens(rng, 3)) for _ in range(3)]
+    requests += [ScoringRequest(question[:4], question[4:6]), ScoringRequest((3,), ()), ScoringRequest(question, ())]
+    requests += [
+        ScoringRequest(random_tokens(rng, 80), random_tokens(rng, 5)),
+        ScoringRequest((1,), random_tokens(rng, CONTEXT)),
+    ]
     for size in (4, 12):  # what greedy decoding gives, the same with another last token, and with another first
         tokens = list(random_tokens(rng, size))
         for _ in range(3):
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-        requests.append(Request(tuple(tokens[:size]), tuple(tokens[size:])))
-        requests.append(Request(tuple(tokens[:size]), (*tokens[size:-1], (tokens[-1] + 1) % VOCAB)))
+        requests.append(ScoringRequest(tuple(tokens[:size]), tuple(tokens[size:])))
+        requests.append(ScoringRequest(tuple(tokens[:size]), (*tokens[size:-1], (tokens[-1] + 1) % VOCAB)))
         tokens[size:] = [(tokens[size] + 1) % VOCAB]
         requests.append(
-            Request(tuple(tokens[:size]), (tokens[size], int(model(torch.tensor([tokens]))[0, -1].argmax())))
+            ScoringRequest(tuple(tokens[:size]), (tokens[size], int(model(torch.tensor([tokens]))[0, -1].argmax())))
         )
     rng.shuffle(requests)
     return requests
 
 
 @torch.no_grad()
-def plain_score(compute_logits: Any, request: Request, limit: int = CONTEXT) -> Score:
+def plain_score(compute_logits: Any, request: ScoringRequest, limit: int = CONTEXT) -> Score:
     """One full forward pass of one request."""
     if not request.continuation:
         return Score(0.0, True)
@@ -120,17 +123,17 @@ def test_many_positions_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_letters_of_a_question_cost_one_row() -> None:
     model, passed = build({}), []
-    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].shape)))
+    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].tokens_BS.shape)))
     question = tuple(range(10))
-    score(model, [Request(question, (letter,)) for letter in range(20, 24)])
+    score(model, [ScoringRequest(question, (letter,)) for letter in range(20, 24)])
     assert passed == [(1, 10)]
 
 
 def test_a_long_beginning_is_computed_once() -> None:
     model, passed = build({}), []
-    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].shape)))
+    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].tokens_BS.shape)))
     question = tuple(range(30))
-    requests = [Request(question, (40 + number, 50, 60)) for number in range(4)]
+    requests = [ScoringRequest(question, (40 + number, 50, 60)) for number in range(4)]
     score(model, requests)
     assert passed == [(1, 30 + 4 * 2)]
     dynamic = build(DYNAMIC)  # where each length has other positions
@@ -156,25 +159,29 @@ def test_pairs_are_split_as_lm_eval_splits_them(workspace: Path) -> None:
     end, encode = tokenizer.eos_token_id, tokenizer.encode
     for context, continuation in (("the model", " learns"), ("中国的首都是", "北京"), ("", "the"), ("x =", "\n")):
         whole, split = encode(context + continuation), len(encode(context))
-        assert encode_pair(tokenizer, context, continuation) == Request((end, *whole[:split]), tuple(whole[split:]))
+        assert encode_pair(tokenizer, context, continuation) == ScoringRequest(
+            (end, *whole[:split]), tuple(whole[split:])
+        )
     assert encode_pair(tokenizer, "the model ", "learns") == encode_pair(tokenizer, "the model", " learns")
-    assert encode_pair(tokenizer, "", "") == Request((end,), ())
+    assert encode_pair(tokenizer, "", "") == ScoringRequest((end,), ())
     table = enumerate(tokenizer.token_bytes)
     token, text = next((id, data.decode()) for id, data in table if len(data) == 2 and data.isalpha())
-    assert encode_pair(tokenizer, text[0], text[1]) == Request((end,), (token,))  # the boundary is inside a token
+    assert encode_pair(tokenizer, text[0], text[1]) == ScoringRequest(
+        (end,), (token,)
+    )  # the boundary is inside a token
 
 
 def test_impossible_requests_are_refused() -> None:
     model = build({})
     with pytest.raises(UsageError, match="request 1 has no context"):
-        score(model, [Request((1,), (2,)), Request((), (2,))])
+        score(model, [ScoringRequest((1,), (2,)), ScoringRequest((), (2,))])
     with pytest.raises(UsageError, match=f"{CONTEXT + 1} tokens does not fit"):
-        score(model, [Request((1,), (2,) * (CONTEXT + 1))])
+        score(model, [ScoringRequest((1,), (2,) * (CONTEXT + 1))])
     assert score(model, []) == []
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(Z2aError, match="NaN"):
-        score(model, [Request((1,), (2,))])
+        score(model, [ScoringRequest((1,), (2,))])
 
 
 def score_on_ranks(world: int, layouts: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[Score]]:
@@ -188,7 +195,7 @@ def score_on_ranks(world: int, layouts: list[tuple[dict[str, Any], dict[str, Any
     return found
 
 
-def requests_within(limit: int) -> list[Request]:
+def requests_within(limit: int) -> list[ScoringRequest]:
     """With sp the last position of the context is padding."""
     return [request for request in make_requests(build({})) if len(request.continuation) <= limit]
 

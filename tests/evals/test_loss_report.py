@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.commands import refused, z2a
+from zero2all.base.records import parse_record
 from zero2all.cli.main import app
 from zero2all.evals import evaluate_bpb
 from zero2all.evals.loss_report import LossOptions, report_loss, spread_about_trend
@@ -23,7 +24,6 @@ from zero2all.evals.target import find_target
 from zero2all.evals.validation_loss import ratio_error
 from zero2all.model import Z2all, export_hf
 from zero2all.recipe import ModelConfig, ParallelRecipe, TokenizerRecipe
-from zero2all.records import parse_record
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore
 from zero2all.track.eval_record import LossEvaluation

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.evals.probe_suite import ProbeSuite, builtin_suites, load_suite
 from zero2all.evals.probes import ProbeResult, evaluate_probes, evaluate_suite, format_probes
 from zero2all.model import Z2all

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.evals.scored_text import BLOCK_TOKENS, EvalText, Packed, Stream, Windowed, read_stream
 from zero2all.tokens import TokenShard
 from zero2all.tokens.token_store import DOCS_SCHEMA, TokenShardWriter

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.test_initial_weights import ARCHITECTURES, write_hf
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.evals import open_target
 from zero2all.evals.target import find_target
 from zero2all.export import export_run

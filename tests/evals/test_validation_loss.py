@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.evals import evaluate_bpb, validation_loss
 from zero2all.evals.validation_loss import count_tokens
 from zero2all.model import Z2all

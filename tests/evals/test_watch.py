@@ -11,21 +11,20 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from tests.evals.bench.fakes import write_benchmarks
+from zero2all.base.errors import UsageError
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
-from zero2all.evals import report as eval_report
+from zero2all.evals import watch
 from zero2all.evals.probe_suite import ProbeSuite, load_suite
-from zero2all.evals.report import (
+from zero2all.evals.watch import WatchOptions, watch_run
+from zero2all.track.eval_record import EvalCurve
+from zero2all.track.eval_report import (
     ANSWER_BITS,
     BITS_PER_BYTE,
     CENTERED_ACCURACY,
     NATS_PER_TOKEN,
-    WatchOptions,
     read_evals,
     verdicts,
-    watch_run,
 )
-from zero2all.track.eval_record import EvalCurve
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.train import Run, train
@@ -41,7 +40,7 @@ def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(eval_report.os, "nice", lambda increment: 0)  # the process of the tests keeps its priority
+    monkeypatch.setattr(watch.os, "nice", lambda increment: 0)  # the process of the tests keeps its priority
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -97,18 +96,18 @@ def test_runs_are_reported_side_by_side(run: Path, suite: ProbeSuite, tmp_path: 
 
 def test_a_run_without_evaluations_has_no_report(run: Path) -> None:
     with pytest.raises(UsageError, match="z2a eval watch"):
-        read_evals([str(run)])
+        read_evals(str(run), run, 300)
 
 
 def test_a_checkpoint_that_disappears_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = eval_report.find_target
+    find = watch.find_target
 
     def remove_first(target: str, step: int | None = None) -> object:
         if step == 2:
             shutil.rmtree(Run.open(run).checkpoints.path(2))
         return find(target, step)
 
-    monkeypatch.setattr(eval_report, "find_target", remove_first)
+    monkeypatch.setattr(watch, "find_target", remove_first)
     report = watch_run(str(run), WatchOptions())
     assert report.evaluated == [1, 3]
     assert list(report.failed) == [2]
@@ -118,7 +117,7 @@ def test_a_watcher_waits_for_checkpoints_until_the_run_ends(run: Path, monkeypat
     path, waited = Run.open(run).checkpoints.path(3), []
     shutil.move(path, run / "later")
     ended = iter([False, False, True])
-    monkeypatch.setattr(eval_report, "_has_ended", lambda run: next(ended))
+    monkeypatch.setattr(watch, "_has_ended", lambda run: next(ended))
 
     def wait(seconds: float) -> None:
         waited.append(seconds)

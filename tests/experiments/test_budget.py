@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, tiny_recipe
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.units import Duration
 from zero2all.experiments.budget import (
     choose_batch,
     fix_length,
@@ -18,7 +19,6 @@ from zero2all.experiments.budget import (
     warmup_remark,
 )
 from zero2all.recipe import parse_recipe
-from zero2all.units import Duration
 
 
 @pytest.mark.parametrize(

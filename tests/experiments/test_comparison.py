@@ -13,12 +13,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.io import write_record
 from zero2all.cli.main import app
 from zero2all.corpus import build_corpus
 from zero2all.evals import evaluate_bpb
 from zero2all.experiments import build_report, compare_targets, evaluate
 from zero2all.experiments.evaluate import EVALUATION_FILE
-from zero2all.io import write_record
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 
@@ -113,9 +113,9 @@ def test_an_evaluation_that_was_saved_is_used_while_it_is_of_the_newest_checkpoi
     run = Run.open(copy)
     evaluation = evaluate.evaluate(run)
     fake = json.loads(json.dumps(vars(evaluation))) | {"metrics": {"bits_per_byte": 0.5}}
-    write_record(run.directory / EVALUATION_FILE, evaluate.Evaluation(**fake))
+    write_record(run.directory / EVALUATION_FILE, evaluate.CheckpointEvaluation(**fake))
     assert compare_targets([copy]).record.variants[0].bits_per_byte({}) == 0.5
-    write_record(run.directory / EVALUATION_FILE, evaluate.Evaluation(**(fake | {"step": 3})))
+    write_record(run.directory / EVALUATION_FILE, evaluate.CheckpointEvaluation(**(fake | {"step": 3})))
     assert compare_targets([copy]).record.variants[0].bits_per_byte({}) == evaluation.metrics["bits_per_byte"]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.charts.svg import line_svg
-from zero2all.errors import UsageError
+from zero2all.base.charts.svg import line_svg
+from zero2all.base.errors import UsageError
 from zero2all.experiments.ladder import (
     check_reach,
     ladder_plot,

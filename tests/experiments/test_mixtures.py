@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_recipe
 from tests.experiments.helpers import result
 from tests.experiments.test_runner import Training, training  # noqa: F401
-from zero2all.charts.svg import line_svg
-from zero2all.charts.terminal import line_text
+from zero2all.base.charts.svg import line_svg
+from zero2all.base.charts.terminal import line_text
+from zero2all.base.errors import UsageError
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.experiments import build_report, open_experiment, report_text, runner
 from zero2all.experiments.mixtures import SHARE_KEY, plan_mixtures
 from zero2all.experiments.report import effect_text

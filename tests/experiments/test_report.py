@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.experiments.helpers import experiment, result, variant
-from zero2all.charts.svg import line_svg
-from zero2all.charts.terminal import line_text
-from zero2all.errors import Z2aError
+from zero2all.base.charts.svg import line_svg
+from zero2all.base.charts.terminal import line_text
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import write_record
+from zero2all.base.records import to_json
 from zero2all.experiments import build_report, open_experiment, report_text
 from zero2all.experiments.comparison import Comparison
 from zero2all.experiments.summary import is_geometric, sweep_plot
-from zero2all.io import write_record
-from zero2all.records import to_json
 from zero2all.track.experiment_record import EXPERIMENT_FILE, MAX_FILE_BYTES, ExperimentRecord, read_experiment
 
 LR = "train.optimizer.lr"

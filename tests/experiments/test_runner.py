@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.experiments.helpers import result
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.experiments import runner
 from zero2all.experiments.runner import run_experiment
 from zero2all.experiments.variants import ExperimentPlan, plan_sweep

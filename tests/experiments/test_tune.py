@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tests.conftest import TINY, tiny_recipe
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.experiments import tune
 from zero2all.experiments.budget import TRIAL_RUN
 from zero2all.experiments.tune import TUNE_FILE, TuneOptions, TuneReport, tune_recipe, tune_text
 from zero2all.experiments.tune_grid import build_grid, held_axes
 from zero2all.experiments.tune_search import Point, find_fastest
-from zero2all.gpu_specs import GPUS
 from zero2all.planner.cluster import Cluster
 from zero2all.recipe import Recipe, load_recipe, load_recipe_or_preset, parse_recipe, recipe_yaml
 from zero2all.recipe.edit import edit_recipe

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import TINY
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.experiments.variants import plan_comparison, plan_sweep, split_values
 
 

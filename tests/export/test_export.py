@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.export import export_run
 from zero2all.export.run_export import TOLERANCES, ExportDtype
 from zero2all.generation import SamplingParams, generate_batch

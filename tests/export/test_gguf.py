@@ -13,7 +13,7 @@ import torch
 from tests.chats import CHATS
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
 from tests.model.helpers import EXPERTS, SMALL, make
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.export import export_run
 from zero2all.export.gguf_file import GGUFDtype, gguf_incompatibility, write_gguf
 from zero2all.export.run_export import LlamaCpp

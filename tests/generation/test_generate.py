@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.generation import SamplingParams, generate_batch, stream
-from zero2all.model import Z2all
+from zero2all.model import ModelInputs, Z2all
 from zero2all.tokenizer import Tokenizer
 from zero2all.train import Run, train
 
@@ -47,10 +47,10 @@ def set_next_token(model: Z2all, tokenizer: Tokenizer, next_token: Callable[[int
     """Make a model certain of ``next_token(number of the forward pass)``; the rows of each pass."""
     rows: list[int] = []
 
-    def forward(tokens_BS: Tensor, cache: object, counts_B: Tensor | None = None) -> Tensor:
+    def forward(inputs: ModelInputs) -> Tensor:
         token = next_token(len(rows))
-        rows.append(len(tokens_BS))
-        return torch.full((len(tokens_BS), 1, tokenizer.vocab_size), -100.0).index_fill(2, torch.tensor([token]), 100.0)
+        rows.append(len(inputs.tokens_BS))
+        return torch.full((rows[-1], 1, tokenizer.vocab_size), -100.0).index_fill(2, torch.tensor([token]), 100.0)
 
     model.forward = forward  # type: ignore[method-assign, assignment]
     model.train()  # else generation computes single tokens without it

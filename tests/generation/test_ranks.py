@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel

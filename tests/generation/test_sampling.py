@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.generation import SamplingParams
 from zero2all.generation.sampling import candidates, choose_tokens, penalize
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, make, some_tokens
-from zero2all.model import document_starts
+from zero2all.model import ModelInputs, document_starts
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_a_full_training_pass_is_one_graph() -> None:
     gradients = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
-        call(tokens, targets_BS=tokens.roll(-1, 1), doc_starts_BS=starts).sum().backward()
+        call(ModelInputs(tokens, targets_BS=tokens.roll(-1, 1), doc_starts_BS=starts)).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for eager, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, atol=2e-4, rtol=1e-3)

@@ -9,7 +9,7 @@ import torch
 
 from tests.model.helpers import EXPERTS, make
 from zero2all.generation.rank_model import LocalModel
-from zero2all.model import KVCache, Z2all
+from zero2all.model import KVCache, ModelInputs, Z2all
 from zero2all.model.decode_step import DecodeStep, join_projections
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ def decode(model: Z2all, step: DecodeStep | None, counts: list[int], steps: int 
     tokens = torch.randint(0, 300, (len(counts), max(counts)), generator=generator)
     following = torch.randint(0, 300, (steps, len(counts)), generator=generator)
     cache, found = KVCache(len(counts), 40, torch.device("cpu")), []
-    model(tokens, cache=cache, counts_B=torch.tensor(counts))
+    model(ModelInputs(tokens, cache=cache, counts_B=torch.tensor(counts)))
     cache.advance(max(counts), torch.tensor(counts))
     cache.select(0, len(counts))
     for tokens_B in following:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, make
-from zero2all.model import IGNORE_INDEX, document_starts
+from zero2all.model import IGNORE_INDEX, ModelInputs, document_starts
 from zero2all.model.ops.document_attention import document_attention, segments
 
 END = 7
@@ -45,7 +45,7 @@ def test_where_documents_begin() -> None:
 def test_packed_loss_is_that_of_the_documents_alone(variant: str, kernel: str) -> None:
     model, rows = make(**VARIANTS[variant], ops={"attention": kernel}), packed_rows()
     with torch.inference_mode():
-        packed = model(rows, targets_BS=next_inside(rows), doc_starts_BS=document_starts(rows == END))
+        packed = model(ModelInputs(rows, targets_BS=next_inside(rows), doc_starts_BS=document_starts(rows == END)))
         alone = []
         for row, lengths in zip(rows, LENGTHS, strict=True):
             for document in row.split(lengths):
@@ -63,7 +63,10 @@ def test_another_documents_text_changes_no_bit(variant: str, kernel: str) -> Non
     starts = document_starts(rows == END)
     assert torch.equal(starts, document_starts(changed == END))
     with torch.inference_mode():
-        before, after = model(rows, doc_starts_BS=starts), model(changed, doc_starts_BS=starts)
+        before, after = (
+            model(ModelInputs(rows, doc_starts_BS=starts)),
+            model(ModelInputs(changed, doc_starts_BS=starts)),
+        )
     same = torch.ones(4, 40, dtype=torch.bool)
     same[0, 10:32] = False
     if variant == "experts":  # tokens share an expert's product, whose rows are summed in another order
@@ -77,7 +80,7 @@ def test_without_starts_documents_do_see_each_other() -> None:
     """Else the tests above would pass for no reason."""
     model, rows = make(), packed_rows()
     with torch.inference_mode():
-        one, other = model(rows), model(rows, doc_starts_BS=document_starts(rows == END))
+        one, other = model(rows), model(ModelInputs(rows, doc_starts_BS=document_starts(rows == END)))
     assert (one[0, 10:] - other[0, 10:]).abs().max() > 1e-2
     torch.testing.assert_close(one[1], other[1], atol=1e-5, rtol=1e-5)
 

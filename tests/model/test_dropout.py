@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero2all.model import Z2all, document_starts
+from zero2all.model import ModelInputs, Z2all, document_starts
 from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops.attention import KERNELS, MaskInputs
@@ -31,7 +31,7 @@ def build(**changes: Any) -> Z2all:
 
 def losses(model: Z2all, seed: Tensor | None = SEED) -> Tensor:
     inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
-    found: Tensor = model(inputs, targets_BS=targets, dropout_seed_1=seed)
+    found: Tensor = model(ModelInputs(inputs, targets_BS=targets, dropout_seeds_M=seed))
     return found.detach()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zero2all.hardware import GPUS
+from zero2all.base.machine.devices import GPUS
 from zero2all.model import Z2all
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.model import HFWeights, Z2all, export_hf, hf_incompatibility, load_hf
 from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.recipe import ModelConfig

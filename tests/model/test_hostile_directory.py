@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.evals.target import find_target
 from zero2all.model import Z2all
 from zero2all.model.hf import export_hf

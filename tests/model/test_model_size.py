@@ -7,7 +7,7 @@ import torch
 
 from tests.state_bytes import state_bytes
 from zero2all.model import Z2all
-from zero2all.model.cost.activations import activation_bytes
+from zero2all.model.cost.activations import ActivationPolicy, activation_bytes
 from zero2all.model.cost.model_size import (
     count_parameters,
     kv_cache_bytes_per_token,
@@ -16,8 +16,8 @@ from zero2all.model.cost.model_size import (
 )
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.weights import set_weight_dtype
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.recipe import ModelConfig, OptimizerRecipe
-from zero2all.train.optimizer import build_optimizers
 
 SHAPE = {
     "hidden_size": 128,
@@ -99,14 +99,16 @@ def test_activation_estimate_is_close_to_what_autograd_keeps(variant: str, bf16:
     deep, flat = config_of(variant, num_hidden_layers=5), config_of(variant, num_hidden_layers=3)
     tokens = 320  # no weight has that many rows
     kept = kept_for_backward(deep, tokens, bf16) - kept_for_backward(flat, tokens, bf16)
-    estimate = activation_bytes(deep, tokens, bf16) - activation_bytes(flat, tokens, bf16)
+    estimate = activation_bytes(deep, tokens, half=bf16) - activation_bytes(flat, tokens, half=bf16)
     assert estimate == pytest.approx(kept, rel=0.08)
 
 
 def test_recomputing_keeps_the_input_of_each_block() -> None:
     config = config_of("dense")
-    total, less = (activation_bytes(config, 64, False, recompute) for recompute in ("none", "full"))
-    one_block = activation_bytes(config_of("dense", num_hidden_layers=1), 64, False)
+    total, less = (
+        activation_bytes(config, 64, half=False, policy=ActivationPolicy(recompute)) for recompute in ("none", "full")
+    )
+    one_block = activation_bytes(config_of("dense", num_hidden_layers=1), 64, half=False)
     assert less == one_block + 2 * 64 * 128 * 4  # the input of the block that is computed again is in it
     assert less < total
 

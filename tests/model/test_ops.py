@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.helpers import EXPERTS, make, some_tokens
-from zero2all.errors import UsageError
-from zero2all.model import IGNORE_INDEX, Z2all, document_starts
+from zero2all.base.errors import UsageError
+from zero2all.base.torch_private import flash_attention_cpu_backward
+from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.model.ops import OPS, choose_kernels
 from zero2all.model.ops import chunked_loss as chunked_loss_module
 from zero2all.model.ops.attention import MaskInputs, attention_mask
 from zero2all.model.ops.cross_entropy import HeadConfig
 from zero2all.model.ops.document_attention import segments
 from zero2all.recipe import ModelConfig, OpsRecipe
-from zero2all.torch_private import flash_attention_cpu_backward
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -316,7 +316,7 @@ def test_torch_counts_our_operations_as_it_does_the_plain_ones() -> None:
         tokens = some_tokens()
         starts = document_starts(tokens == 7)
         with FlopCounterMode(display=False) as counter:
-            model(tokens, targets_BS=tokens, doc_starts_BS=starts).sum().backward()
+            model(ModelInputs(tokens, targets_BS=tokens, doc_starts_BS=starts)).sum().backward()
         return int(counter.get_total_flops())
 
     plain = counted(attention="reference", cross_entropy="reference", experts="reference")

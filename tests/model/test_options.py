@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
-from zero2all.model import IGNORE_INDEX, Z2all, document_starts
+from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.recipe import ModelConfig
 
 
@@ -89,7 +89,7 @@ def test_the_token_after_next_is_never_of_another_document() -> None:
         starts = document_starts(changed[:, :-1] == 7)
         targets = changed[:, 1:].clone()
         targets[:, 19:] = IGNORE_INDEX  # the second document, and the first one's end
-        model(changed[:, :-1], targets_BS=targets, doc_starts_BS=starts).sum().backward()
+        model(ModelInputs(changed[:, :-1], targets_BS=targets, doc_starts_BS=starts)).sum().backward()
         gradients.append(model.mtp.proj.weight.grad)
     assert torch.equal(*gradients)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.gpu_specs import GPUS
+from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.model.cost.shape_advice import Advice, advise_shapes, model_matmuls
 from zero2all.recipe import Recipe
 

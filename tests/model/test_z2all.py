@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
-from zero2all.model import IGNORE_INDEX, KVCache, Z2all
+from zero2all.model import IGNORE_INDEX, KVCache, ModelInputs, Z2all
 from zero2all.recipe import PRESETS, ModelConfig
 
 VARIANTS = {
@@ -43,7 +43,7 @@ def test_cached_rows_of_different_lengths_have_the_logits_of_each_alone(variant:
     counts = torch.tensor([20, 9])
 
     def next_logits(tokens_BS: torch.Tensor, counts_B: torch.Tensor | None = None) -> torch.Tensor:
-        logits: torch.Tensor = model(tokens_BS, cache=cache, counts_B=counts_B)[:, 0]
+        logits: torch.Tensor = model(ModelInputs(tokens_BS, cache=cache, counts_B=counts_B))[:, 0]
         cache.advance(tokens_BS.shape[1], counts_B)
         return logits
 

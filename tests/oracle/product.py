@@ -16,7 +16,7 @@ from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.train import TrainerHooks
 from zero2all.train.data_loader import Batch
-from zero2all.train.step_objective import Rows, StepLoss, StepObjective
+from zero2all.train.objectives.step import Rows, StepLoss, StepObjective
 from zero2all.train.trainer import Trainer
 
 Weights = dict[str, Tensor]
@@ -79,7 +79,7 @@ def observe(recipe: Recipe) -> ObservedStep:
         observed.gradients = {name: _full(p.grad) for name, p in parameters.items() if p.grad is not None}
 
     with redirect_stderr(StringIO()), Trainer(recipe, TrainerHooks(on_gradients=keep)) as trainer:
-        trainer.objective = Spy(trainer.objective, observed)
+        trainer.step.objective = Spy(trainer.step.objective, observed)
         trainer.train()
     return observed
 

@@ -22,10 +22,10 @@ from tests.oracle.table import (
 )
 from tests.oracle.templates import TEMPLATES, Template
 from tests.oracle.workspace import Workspace
-from zero2all.errors import RecipeError
+from zero2all.base.errors import RecipeError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.answers import AnswerSources
+from zero2all.train.objectives.answers import AnswerSources
 from zero2all.train.plan import Plan
 
 LLAMA = next(template for template in TEMPLATES if template.name == "Llama 3")

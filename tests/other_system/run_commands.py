@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 
 def interrupted_at(step: int) -> AbstractContextManager[Any]:
-    from zero2all.train.trainer import StepResult, Trainer
+    from zero2all.train.trainer import Trainer
 
     train_step = Trainer.train_step
 
-    def interrupted(self: Trainer, batch: Any) -> StepResult:
+    def interrupted(self: Trainer, batch: Any) -> Any:
         if batch.step == step:
             os.kill(os.getpid(), signal.SIGINT)
         return train_step(self, batch)
@@ -44,8 +44,8 @@ def main() -> None:
             from tests.other_system.simulated_gpu import simulated_gpu
 
             device = stack.enter_context(simulated_gpu())
-            stack.enter_context(patch("zero2all.train.trainer.pick_device", lambda wanted: device))
-            stack.enter_context(patch("zero2all.hardware.measure_matmul_flops", lambda *args: 1e12))
+            stack.enter_context(patch("zero2all.train.setup.pick_device", lambda wanted: device))
+            stack.enter_context(patch("zero2all.base.machine.devices.measure_matmul_flops", lambda *args: 1e12))
         for words in json.loads(sys.argv[1]):
             sys.stderr.write(f"exit status {run(words)}\n")
 

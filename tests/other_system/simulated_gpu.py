@@ -122,7 +122,7 @@ class Backend(_DummyBackendModule):
 def simulated_gpu() -> Iterator[torch.device]:
     """The device, until the end of the block. Before zero2all is imported."""
     _setup_privateuseone_for_python_backend(NAME, Backend())
-    from zero2all import hardware
+    from zero2all.base.machine import devices as hardware
 
     hardware.MPS = NAME
     torch.Generator = CpuGenerator  # type: ignore[misc]

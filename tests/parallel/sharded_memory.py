@@ -18,22 +18,28 @@ from pydantic import computed_field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero2all.hardware import dtype_name
+from zero2all.base.machine.devices import dtype_name
+from zero2all.base.torch_private import fsdp_param_groups, has_gradient, local_shape_and_offset_at, unsharded_numel
+from zero2all.bench.profile.memory_trace import fake_process_group
 from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
-from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
+from zero2all.model.cost.activations import (
+    ActivationPolicy,
+    ActivationShards,
+    activation_bytes,
+    dropout_score_bytes,
+    loss_bytes,
+)
 from zero2all.model.cost.flops import Recompute
 from zero2all.model.cost.model_size import optimizer_state_bytes, weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward, separate_ends
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh, split_stage
-from zero2all.parallel.parallelize import LocalModel, parallelize
+from zero2all.parallel.parallelize import ModelShard, parallelize
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.parallel.sharded_init import to_local
 from zero2all.planner.rank_plan import FP32_BYTES, FsdpUnits
 from zero2all.planner.workload import planned_dtype
-from zero2all.profiling.memory_trace import fake_process_group
 from zero2all.recipe import Recipe
-from zero2all.torch_private import fsdp_param_groups, has_gradient, local_shape_and_offset_at, unsharded_numel
 
 GPU = torch.device("cuda")
 
@@ -101,7 +107,7 @@ def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, devi
         if not has_group
         else fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
     ):
-        mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group)  # nothing is computed on it
+        mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group=has_group)  # nothing is computed on it
         stored = weight_dtype(recipe.train.optimizer)
         local_model = parallelize(
             recipe.model, recipe.parallel, mesh, planned_dtype(recipe, device), weight_dtype=stored
@@ -110,7 +116,7 @@ def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, devi
 
 
 def _summarize_stage(
-    local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device
+    local_model: ModelShard, recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device
 ) -> StageSummary:
     names = {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
     counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are equal
@@ -187,7 +193,7 @@ class RankMemory:
 
 
 def rank_memory(
-    local_model: LocalModel,
+    local_model: ModelShard,
     shards: Mapping[str, int],
     recipe: Recipe,
     parallel_dims: ParallelDims,
@@ -230,7 +236,7 @@ def rank_memory(
 
 
 def _micro_batch_bytes(
-    local_model: LocalModel,
+    local_model: ModelShard,
     recipe: Recipe,
     parallel_dims: ParallelDims,
     dtype: torch.dtype,
@@ -251,19 +257,16 @@ def _micro_batch_bytes(
         tokens = split.samples * stage.seq_len // parallel_dims.cp
         in_flight = micro_batches_in_flight(parallel, pp_rank, split.micro_batches)
         recompute: Recompute = "none" if mode == "budget" else mode
-        activations = kept * activation_bytes(
-            recipe.model,
-            tokens,
-            half,
+        policy = ActivationPolicy(
             recompute,
-            layers,
-            in_flight,
-            shards,
             parallel.activation_checkpointing_every,
             parallel.activation_offload,
             dropout_score_bytes(recipe.model, stage.seq_len, device),
         )
-        logits = loss_bytes(recipe.model, tokens, half, device, parallel_dims.tp)
+        activations = kept * activation_bytes(
+            recipe.model, tokens, half=half, policy=policy, layers=layers, micro_batches=in_flight, shards=shards
+        )
+        logits = loss_bytes(recipe.model, tokens, half=half, device=device, tp=parallel_dims.tp)
         found.append((round(activations), logits if has_head else 0))
     return max(found, key=sum)
 
@@ -277,7 +280,7 @@ def _fsdp_units(root: nn.Module, model: Z2all, trained: bool = False) -> FsdpUni
 
 
 def _fsdp_buffer_bytes(
-    local_model: LocalModel, recipe: Recipe, parallel_dims: ParallelDims, dtype: torch.dtype
+    local_model: ModelShard, recipe: Recipe, parallel_dims: ParallelDims, dtype: torch.dtype
 ) -> tuple[int, int, int]:
     """Bytes of gathered weights, of gradients that are not reduced yet, and of those between micro-batches if they are
     unsharded."""
@@ -293,7 +296,7 @@ def _fsdp_buffer_bytes(
     return gathered, in_flight + between, between
 
 
-def _autocast_copy_bytes(local_model: LocalModel, dtype: torch.dtype, recipe: Recipe) -> int:
+def _autocast_copy_bytes(local_model: ModelShard, dtype: torch.dtype, recipe: Recipe) -> int:
     if dtype.itemsize == FP32_BYTES or recipe.train.optimizer.has_bf16_weights:
         return 0
     return dtype.itemsize * sum(
@@ -310,7 +313,7 @@ def uses_gradient_accumulation(recipe: Recipe, parallel_dims: ParallelDims) -> b
     return any(split_stage(stage, recipe.parallel, parallel_dims).micro_batches > 1 for stage in stages)
 
 
-def _named_parameters(local_model: LocalModel) -> dict[str, Tensor]:
+def _named_parameters(local_model: ModelShard) -> dict[str, Tensor]:
     return {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero2all.model import document_starts
+from zero2all.model import ModelInputs, document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.moe import MoE
 from zero2all.parallel import ParallelMesh, ParallelModel
@@ -46,7 +46,7 @@ def step(parallel_model: ParallelModel, masked: bool = True) -> Tensor:
     first, last = parallel_model.mesh.sample_range(4)
     inputs, targets = tokens[first:last, :-1], tokens[first:last, 1:]
     starts = document_starts(inputs == 7) if masked else None
-    return parallel_model.forward_backward(inputs, targets, 128, starts)
+    return parallel_model.forward_backward(ModelInputs(inputs, targets, doc_starts_BS=starts), divisor=128)
 
 
 def gradients(parallel_model: ParallelModel) -> dict[str, Tensor]:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from tests.parallel.sharded_memory import RankMemory, dry_run
 from tests.parallel.test_activation_checkpoint import Storages, build_model
-from zero2all.model.cost.activations import ActivationShards, activation_bytes, loss_bytes
+from zero2all.base.torch_private import init_fake_process_group
+from zero2all.model.cost.activations import ActivationPolicy, ActivationShards, activation_bytes, loss_bytes
 from zero2all.model.cost.flops import Recompute
 from zero2all.parallel.mesh import split_batch
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
-from zero2all.torch_private import init_fake_process_group
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
@@ -71,7 +71,7 @@ def test_the_estimate_is_close_to_what_is_kept(
             lambda layers: kept_bytes(mode, moe, layers, sizes),
             lambda layers: activation_bytes(
                 ModelConfig.model_validate({**SHAPE, "moe": moe, "num_hidden_layers": layers}),
-                TOKENS, half=False, recompute=mode, shards=shards,
+                TOKENS, half=False, policy=ActivationPolicy(mode), shards=shards,
             ),
         )
     )  # fmt: skip
@@ -85,10 +85,12 @@ def test_the_estimate_of_groups_of_blocks(every: int) -> None:
     sizes = {"activation_checkpointing_every": every}
     kept = [kept_bytes("full", None, layers, sizes) for layers in depths]
     configs = [ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers}) for layers in depths]
-    estimates = [activation_bytes(config, TOKENS, False, "full", every=every) for config in configs]
+    estimates = [
+        activation_bytes(config, TOKENS, half=False, policy=ActivationPolicy("full", every)) for config in configs
+    ]
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
-    one_group = activation_bytes(configs[1], TOKENS, False, "full", every=every)
-    assert one_group == activation_bytes(configs[1], TOKENS, False)
+    one_group = activation_bytes(configs[1], TOKENS, half=False, policy=ActivationPolicy("full", every))
+    assert one_group == activation_bytes(configs[1], TOKENS, half=False)
 
 
 def test_the_estimate_of_residual_dropout() -> None:
@@ -106,7 +108,9 @@ def test_the_estimate_of_residual_dropout() -> None:
             del losses
         kept.append(depths[0] - depths[1])
         config = [ModelConfig.model_validate({**shape, "num_hidden_layers": layers}) for layers in (5, 3)]
-        estimates.append(activation_bytes(config[0], TOKENS, False) - activation_bytes(config[1], TOKENS, False))
+        estimates.append(
+            activation_bytes(config[0], TOKENS, half=False) - activation_bytes(config[1], TOKENS, half=False)
+        )
     assert estimates[0] - estimates[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
 
 
@@ -120,7 +124,7 @@ def test_activations_of_a_rank_are_those_of_its_micro_batch() -> None:
     assert full.activations == activation_bytes(config, 1024, half=False)
     # logits of a chunk, some of them in fp32 once more, gradients of head and input
     expected = 4 * 1024 * 8192 + 4 * 2**20 + 4 * 64 * 8192 + 4 * 1024 * 64
-    assert full.logits == loss_bytes(config, 1024, False, torch.device("cpu")) == expected
+    assert full.logits == loss_bytes(config, 1024, half=False, device=torch.device("cpu")) == expected
     assert memory("train.precision=fp32", "train.micro_batch_tokens=256").activations == full.activations // 4
     assert memory("train.precision=fp32", world=4).activations == full.activations // 4
     halved = memory("train.precision=fp32", "parallel={cp: 2, cp_attention: ulysses}", world=2)
@@ -138,7 +142,7 @@ def test_a_pipeline_rank_holds_the_micro_batches_in_flight() -> None:
     micro = ("train.precision=fp32", "train.micro_batch_tokens=64")
     shown = dry_run(parse_recipe(SMALL, [pipeline % "1f1b", *micro]), 2, torch.device("cpu"))
     in_flight = [
-        activation_bytes(config, 64, False, layers=stage.layers, micro_batches=2 - stage.stage)
+        activation_bytes(config, 64, half=False, layers=stage.layers, micro_batches=2 - stage.stage)
         for stage in shown.stages
     ]
     assert [stage.memory.activations for stage in shown.stages] == in_flight

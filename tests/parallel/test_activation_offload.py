@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.parallel.test_activation_checkpoint import MOE, Storages, build_model, gradients, step
 from tests.ranks import on_ranks
-from zero2all.errors import RecipeError
-from zero2all.model.cost.activations import activation_bytes
+from zero2all.base.errors import RecipeError
+from zero2all.model.cost.activations import ActivationPolicy, activation_bytes
 from zero2all.parallel import ParallelModel, activation_checkpoint, activation_offload
 from zero2all.parallel.activation_offload import BlockingCopies
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
@@ -102,7 +102,7 @@ def forward(model: ParallelModel) -> tuple[Tensor, int]:
 def test_only_the_last_block_stays_on_the_device(copies: CountedCopies, mode: Any) -> None:
     def estimate(layers: int, offload: bool) -> int:
         config = ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers})
-        return activation_bytes(config, TOKENS, False, mode, offload=offload)
+        return activation_bytes(config, TOKENS, half=False, policy=ActivationPolicy(mode, offload=offload))
 
     device, host = {}, {}
     for layers in (5, 3):

@@ -119,7 +119,9 @@ def test_every_kind_equals_one_process_and_keeps_no_mask(ranks: int) -> None:
             assert mask_bytes == 0, case
 
 
-def loop_forward(q: Tensor, k: Tensor, v: Tensor, sequences: VarlenSequences, is_causal: bool) -> tuple[Tensor, Tensor]:
+def loop_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: VarlenSequences, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     """What torch's flash kernel for GPUs is asked for, one sequence after another; inf where one has no keys."""
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), float("inf"))
     for queries, keys in places(sequences):
@@ -131,7 +133,7 @@ def loop_forward(q: Tensor, k: Tensor, v: Tensor, sequences: VarlenSequences, is
 
 
 def loop_backward(
-    tensors: list[Tensor], lse: Tensor, sequences: VarlenSequences, is_causal: bool
+    tensors: list[Tensor], lse: Tensor, sequences: VarlenSequences, *, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = tensors
     in_q, in_k, in_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

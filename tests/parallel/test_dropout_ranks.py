@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.parallel.test_activation_checkpoint import build_model, gradients, step
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
 
@@ -41,7 +42,9 @@ def masks_of(run: Callable[[], Any]) -> list[Tensor]:
 
 def run_micro_batches(model: ParallelModel, samples: int = 4) -> None:
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
-    model.forward_backward(tokens[:samples, :-1], tokens[:samples, 1:], 128, micro_batch_size=1, dropout_seed=5)
+    model.forward_backward(
+        ModelInputs(tokens[:samples, :-1], tokens[:samples, 1:]), divisor=128, micro_batch_size=1, dropout_seed=5
+    )
 
 
 def on_every_layout() -> dict[str, Any]:
@@ -83,6 +86,8 @@ def test_every_micro_batch_and_every_step_draws_its_own_mask() -> None:
     assert len({mask.numpy().tobytes() for mask in masks}) == 8
     assert all(map(torch.equal, masks, masks_of(lambda: run_micro_batches(model))))
     tokens = torch.zeros(4, 32, dtype=torch.int64)
-    later = masks_of(lambda: model.forward_backward(tokens, tokens, 128, micro_batch_size=1, dropout_seed=6))
+    later = masks_of(
+        lambda: model.forward_backward(ModelInputs(tokens, tokens), divisor=128, micro_batch_size=1, dropout_seed=6)
+    )
     assert not any(map(torch.equal, masks, later))
     assert not masks_of(lambda: model.eval_losses(tokens, tokens)), "no dropout in evaluation"

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_ranks
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
+from zero2all.model import ModelInputs
 from zero2all.model.moe import MoE
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
@@ -47,7 +48,9 @@ def train(float8: Float8Scaling | None, dtype: torch.dtype, steps: int) -> tuple
     first, last = shard_range(SAMPLES, model.mesh.dp_rank, model.mesh.dims.dp)
     losses, gradient = [], torch.empty(0)
     for _ in range(steps):
-        found = model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=SAMPLES * LENGTH)
+        found = model.forward_backward(
+            ModelInputs(tokens[first:last, :-1], tokens[first:last, 1:]), divisor=SAMPLES * LENGTH
+        )
         if not losses:
             grads = [parameter.grad for parameter in model.model.parameters()]
             gradient = torch.cat([full(grad).flatten() for grad in grads if grad is not None])

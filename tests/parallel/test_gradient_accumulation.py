@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.sharded_memory import dry_run
 from zero2all.bench.rank_harness import run_ranks
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.gradient_sync import fsdp_param_groups
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
@@ -50,7 +51,11 @@ def tensors(parallel_model: ParallelModel) -> Iterator[Tensor]:
 
 
 def groups(parallel_model: ParallelModel) -> list[Any]:
-    roots = parallel_model._pipeline.stages if parallel_model._pipeline is not None else parallel_model.model_parts
+    roots = (
+        parallel_model._parts.pipeline.stages
+        if parallel_model._parts.pipeline is not None
+        else parallel_model.model_parts
+    )
     return [group for root in roots for group in fsdp_param_groups(root)]
 
 
@@ -110,7 +115,7 @@ def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[s
     tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     first, last = mesh.sample_range(samples)
     own = tokens[first:last]
-    parallel_model.forward_backward(own[:, :-1], own[:, 1:], divisor=samples * LENGTH, micro_batch_size=1)
+    parallel_model.forward_backward(ModelInputs(own[:, :-1], own[:, 1:]), divisor=samples * LENGTH, micro_batch_size=1)
     patch.undo()
     hook.remove()
     off = max(
@@ -127,7 +132,7 @@ def alone(samples: int, moe: bool) -> dict[str, Tensor]:
         config(moe), ParallelRecipe(), ParallelMesh(ParallelDims(), torch.device("cpu")), seed=3
     )
     tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=samples * LENGTH)
+    parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=samples * LENGTH)
     return {
         name: parameter.grad
         for name, parameter in parallel_model.model.named_parameters()
@@ -175,7 +180,7 @@ def buffers_sent() -> int:
     patch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: (sent.append(None), original(ddp)))
     tokens = torch.randint(0, VOCAB, (2, LENGTH + 1))
     for _ in range(2):
-        parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=1, micro_batch_size=1)
+        parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=1, micro_batch_size=1)
     patch.undo()
     return len(sent)
 
@@ -203,7 +208,7 @@ def gathered_ahead() -> dict[str, list[bool]]:
     blocks[0].self_attn.register_full_backward_pre_hook(note("embedding", parallel_model.model.embed_tokens))
     tokens = torch.randint(0, VOCAB, (1, LENGTH + 1))
     for _ in range(2):
-        parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], divisor=1)
+        parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=1)
     return seen
 
 

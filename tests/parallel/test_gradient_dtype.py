@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, alone, config, tensors
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
+from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 RANKS, STEPS = 4, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -70,7 +71,9 @@ def reduce(sizes: dict[str, Any], dtype: str, one: dict[str, Tensor]) -> Reduced
             if step == 0:
                 patch.setattr(dist, "reduce_scatter_single", counted("reduce_scatter_single", "input"))
                 patch.setattr(dist, "all_reduce", counted("all_reduce", "tensor"))
-            mine = model.forward_backward(own[:, :-1], own[:, 1:], divisor=samples * LENGTH, micro_batch_size=1)
+            mine = model.forward_backward(
+                ModelInputs(own[:, :-1], own[:, 1:]), divisor=samples * LENGTH, micro_batch_size=1
+            )
         if step == 0:
             off = max(
                 float((full(p) - one[name]).norm() / one[name].norm()) for name, p in model.model.named_parameters()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.model import poison
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
 from zero2all.model.moe import MoE
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
@@ -37,7 +38,7 @@ def gradients(sizes: dict[str, int]) -> dict[str, Tensor]:
             module.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
     own = tokens.chunk(mesh.dims.dp)[mesh.dp_rank]
-    parallel_model.forward_backward(own[:, :-1], own[:, 1:], tokens[:, 1:].numel())
+    parallel_model.forward_backward(ModelInputs(own[:, :-1], own[:, 1:]), divisor=tokens[:, 1:].numel())
     found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
     full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
     parallel_model.mesh.close()

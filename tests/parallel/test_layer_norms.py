@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zero2all.model import Z2all
+from zero2all.model import ModelInputs, Z2all
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
@@ -25,9 +25,9 @@ def test_the_norm_of_each_layer_is_that_of_plain_autograd(dtype: torch.dtype) ->
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mesh = ParallelMesh.init_distributed(ParallelRecipe(), torch.device("cpu"))
     parallel_model = ParallelModel(CONFIG, ParallelRecipe(), mesh, seed=0, dtype=dtype)
-    parallel_model.forward_backward(inputs, targets, targets.numel())
+    parallel_model.forward_backward(ModelInputs(inputs, targets), divisor=targets.numel())
     total = parallel_model.clip_grad_norm_(1e-3).item()
-    norms = parallel_model.layer_grad_norms.tolist()
+    norms = parallel_model.gradient_norms.by_layer.tolist()
 
     plain = Z2all(CONFIG)
     plain.init_weights(0)

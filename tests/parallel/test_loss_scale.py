@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.loss_scale import GROWTH_INTERVAL, DynamicLossScaler
 from zero2all.recipe import ModelConfig, ParallelRecipe
@@ -23,7 +24,7 @@ def gradients(dtype: torch.dtype, smaller: float = 1.0) -> tuple[float, dict[str
     mesh = ParallelMesh.init_distributed(ParallelRecipe(), torch.device("cpu"))
     parallel_model = ParallelModel(CONFIG, ParallelRecipe(), mesh, seed=0, dtype=dtype)
     tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(0))
-    parallel_model.forward_backward(tokens[:, :-1], tokens[:, 1:], tokens[:, 1:].numel() * smaller)
+    parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=tokens[:, 1:].numel() * smaller)
     norm = parallel_model.clip_grad_norm_(math.inf).item()
     return norm, {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel import mesh as mesh_module
 from zero2all.parallel.pipeline_parallel import layer_costs, split_layers, stage_indices_of_rank
@@ -156,4 +156,4 @@ def test_nccl_connects_when_the_group_is_joined(
 )
 def test_async_tp_says_what_it_needs(device: str, compile: bool, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        enable_async_tp(cast(DeviceMesh, None), torch.device(device), compile)
+        enable_async_tp(cast(DeviceMesh, None), torch.device(device), compile=compile)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
@@ -52,7 +53,9 @@ def gradients(sizes: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
             calls.clear()
             patch.setattr(dist, "all_reduce", noted)
             with FunctionalAllReduces() as functional:
-                parallel_model.forward_backward(batch[:, :-1], batch[:, 1:], 48, micro_batch_size=2)
+                parallel_model.forward_backward(
+                    ModelInputs(batch[:, :-1], batch[:, 1:]), divisor=48, micro_batch_size=2
+                )
     found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
     full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
     full["norm"] = parallel_model.clip_grad_norm_(1e9)

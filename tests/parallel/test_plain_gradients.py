@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
 from zero2all.model.z2all import Z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
@@ -50,7 +51,9 @@ def ours(sizes: dict[str, Any]) -> tuple[Weights, Weights]:
     model = ParallelModel(config(moe=False), recipe, mesh, seed=3)
     own, begin = samples_of(mesh.rank), weights_of(model.model)
     for _ in range(STEPS):
-        model.forward_backward(own[:, :-1], own[:, 1:], divisor=MICROS * RANKS * LENGTH, micro_batch_size=1)
+        model.forward_backward(
+            ModelInputs(own[:, :-1], own[:, 1:]), divisor=MICROS * RANKS * LENGTH, micro_batch_size=1
+        )
         descend(model.model)
     return begin, weights_of(model.model)
 
@@ -71,7 +74,7 @@ def of_torch(kind: str) -> Weights:
         for number, sample in enumerate(own.split(1)):
             if isinstance(run, DistributedDataParallel):
                 run.require_backward_grad_sync = number == MICROS - 1
-            losses = run(tokens_BS=sample[:, :-1].contiguous(), targets_BS=sample[:, 1:].contiguous())
+            losses = run(ModelInputs(sample[:, :-1].contiguous(), targets_BS=sample[:, 1:].contiguous()))
             (losses.sum() * (RANKS / (MICROS * RANKS * LENGTH))).backward()  # both average over ranks
         descend(model)
     return weights_of(model)

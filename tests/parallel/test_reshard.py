@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.ranks import on_ranks
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 
@@ -47,7 +48,7 @@ def begin(sizes: dict[str, Any], world: int, seed: int) -> tuple[ParallelModel, 
 def step(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(number))
     first, last = parallel_model.mesh.sample_range(8)
-    losses = parallel_model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=128)
+    losses = parallel_model.forward_backward(ModelInputs(tokens[first:last, :-1], tokens[first:last, 1:]), divisor=128)
     parallel_model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_ranks
-from zero2all.model import Z2all
+from zero2all.model import ModelInputs, Z2all
 from zero2all.model.moe import Router
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import shard_range
@@ -25,6 +25,7 @@ CONFIG = ModelConfig.model_validate(
         "num_key_value_heads": 2,
         "max_position_embeddings": 32,
         "vocab_size": 320,
+        "mtp_weight": 0.3,
         "moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "load_balancing": "bias"},
     }
 )
@@ -57,7 +58,7 @@ def route(checkpointing: str) -> list[Seen]:
         router.register_forward_hook(record)
     tokens = torch.randint(320, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     first, last = shard_range(SAMPLES, mesh.dp_rank, mesh.dims.dp)
-    model.forward_backward(tokens[first:last, :-1], tokens[first:last, 1:], divisor=SAMPLES * LENGTH)
+    model.forward_backward(ModelInputs(tokens[first:last, :-1], tokens[first:last, 1:]), divisor=SAMPLES * LENGTH)
     gradients = [cast(DTensor, router.weight.grad).full_tensor() for router in routers]
     return [Seen(*seen[router], gradient) for router, gradient in zip(routers, gradients, strict=True)]
 

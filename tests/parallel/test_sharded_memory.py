@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.parallel.sharded_memory import RankMemory, dry_run
+from zero2all.base.errors import UsageError
+from zero2all.base.records import to_json
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.recipe import load_recipe, parse_recipe
-from zero2all.records import to_json
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = """

@@ -15,10 +15,11 @@ from tests.parallel.sharded_memory import RankMemory, dry_run
 from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config, groups, tensors
 from tests.ranks import on_ranks
 from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
+from zero2all.model import ModelInputs
+from zero2all.optim.optimizer import MOMENTS, build_optimizers, map_optimizer_state, set_learning_rate
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
-from zero2all.train.optimizer import MOMENTS, build_optimizers, map_optimizer_state, set_learning_rate
 
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
@@ -66,7 +67,9 @@ class Run:
         tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(number))
         first, last = self.model.mesh.sample_range(samples)
         own = tokens[first:last]
-        losses = self.model.forward_backward(own[:, :-1], own[:, 1:], divisor=samples * LENGTH, micro_batch_size=1)
+        losses = self.model.forward_backward(
+            ModelInputs(own[:, :-1], own[:, 1:]), divisor=samples * LENGTH, micro_batch_size=1
+        )
         self.model.clip_grad_norm_(1.0)
         for optimizer in self.optimizers:
             optimizer.step()

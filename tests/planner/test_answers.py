@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.machine.gpu_specs import GPUS
+from zero2all.base.units import show_bytes
 from zero2all.cli.main import app
-from zero2all.gpu_specs import GPUS
 from zero2all.model.cost.shape_advice import advise_shapes
 from zero2all.planner.rank_plan import HOST_MEMORY
 from zero2all.recipe import load_recipe_or_preset
-from zero2all.units import show_bytes
 
 GPT3 = (
     "model={hidden_size: 12288, intermediate_size: 32768, num_hidden_layers: 96, num_attention_heads: 96, "

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.experiments.planned_run import check_plan, check_text, read_run
-from zero2all.gpu_specs import Gpu
 from zero2all.planner.calibrated import MachineMeasurements, calibrated_entry, find_entry, machine_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.bench.step import BenchStep
-from zero2all.gpu_specs import GPUS
+from zero2all.model import ModelInputs
 from zero2all.model.cost.activations import dropout_score_bytes
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.rank_plan import plan_memory
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import Recipe, parse_recipe
-from zero2all.train.optimizer import build_optimizers
 
 CPU = torch.device("cpu")
 BASE = """
@@ -38,7 +39,7 @@ def test_gradients_and_optimizer_are_those_of_trained_weights(overrides: list[st
     model = ParallelModel(recipe.model, recipe.parallel, mesh, seed=0, dtype=torch.float32)
     optimizers = build_optimizers(model.model, recipe.train.optimizer, model.param_groups)
     tokens = torch.randint(0, 512, (2, 257), generator=torch.Generator().manual_seed(0))
-    model.forward_backward(tokens[:, :-1], tokens[:, 1:], 512, micro_batch_size=2)
+    model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=512, micro_batch_size=2)
     gradients = sum(p.grad.nbytes for p in model.model.parameters() if p.grad is not None)
     for optimizer in optimizers:
         optimizer.step()

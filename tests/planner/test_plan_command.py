@@ -70,10 +70,10 @@ def test_a_plan_that_takes_long_shows_progress(options: list[str], monkeypatch: 
     printed = threading.Event()
     lines: list[str] = []
     monkeypatch.setattr("zero2all.cli.plan.PROGRESS_DELAY", 0.001)
-    monkeypatch.setattr("zero2all.console.LOG_INTERVAL", 0.001)
-    monkeypatch.setattr("zero2all.console.say", lambda line: (lines.append(line), printed.set()))
+    monkeypatch.setattr("zero2all.base.console.LOG_INTERVAL", 0.001)
+    monkeypatch.setattr("zero2all.base.console.say", lambda line: (lines.append(line), printed.set()))
 
-    def wait_for_line(*words: object) -> str:
+    def wait_for_line(*words: object, **options: object) -> str:
         printed.clear()
         assert printed.wait(60)
         return ""

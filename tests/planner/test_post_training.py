@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero2all.errors import UsageError
-from zero2all.gpu_specs import GPUS
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.model import Z2all
 from zero2all.model.cost.describe import with_precision_of
 from zero2all.model.kv_cache import KVCache
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.plan import Plan, plan_run
+from zero2all.planner.plan import CostPlan, plan_run
 from zero2all.planner.post_training import plan_rollouts
 from zero2all.planner.workload import Layout, Workload, largest_stage
 from zero2all.recipe import Recipe, parse_recipe
@@ -31,7 +31,7 @@ def recipe_with(*overrides: str) -> Recipe:
     return fill_hyperparameters(parse_recipe(BASE, list(overrides)))
 
 
-def planned(*overrides: str, gpus: int = 8, gpu: str = "H100") -> Plan:
+def planned(*overrides: str, gpus: int = 8, gpu: str = "H100") -> CostPlan:
     return plan_run(recipe_with(*overrides), Cluster.of(GPUS[gpu], gpus, None, None))
 
 

@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.io import write_record
+from zero2all.base.machine.devices import hardware_key
+from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.cli.main import app
 from zero2all.experiments.planned_run import record_plan
-from zero2all.gpu_specs import GPUS
-from zero2all.hardware import hardware_key
-from zero2all.io import write_record
 from zero2all.planner.calibrated import machine_entry, user_entry_path
 from zero2all.track.run_locations import PLAN_FILE, LocalRunLocation
 from zero2all.track.run_view import RunView, run_checks

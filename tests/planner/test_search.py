@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zero2all.gpu_specs import GPUS, find_gpu
+from zero2all.base.machine.gpu_specs import GPUS, find_gpu
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.search import cheapest_changes, search_layouts

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.errors import UsageError
-from zero2all.gpu_specs import GPUS, find_gpu
-from zero2all.planner.cluster import Cluster, RankGroup
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.gpu_specs import GPUS, find_gpu
+from zero2all.planner.cluster import Cluster, CommunicationGroup
 from zero2all.planner.pipeline import bubble_fraction, schedule_runs, simulate
 from zero2all.planner.plan import plan_run
 from zero2all.recipe import ParallelRecipe, load_recipe_or_preset
@@ -30,12 +30,12 @@ def test_an_unknown_gpu_is_a_mistake() -> None:
 
 def test_ring_and_tree() -> None:
     """A ring sends (p - 1) / p of the tensor; its hops make a tree faster for a small tensor on many ranks."""
-    group = RankGroup(1024, "network", bandwidth=25e9, latency=1e-5, in_node=1, card=25e9)
+    group = CommunicationGroup(1024, "network", bandwidth=25e9, latency=1e-5, in_node=1, card=25e9)
     assert group.sent_bytes("all-reduce", 1e9) == pytest.approx(2e9, rel=0.01)
     assert group.tree_seconds(1e6) < group.ring_seconds(1e6, 2)
     assert group.ring_seconds(1e11, 2) < group.tree_seconds(1e11) * 1.01
     assert group.seconds("all-reduce", 1e6) == group.tree_seconds(1e6)
-    assert RankGroup(1, "", 1.0, 1.0, 1, 1.0).seconds("all-reduce", 1e9) == 0
+    assert CommunicationGroup(1, "", 1.0, 1.0, 1, 1.0).seconds("all-reduce", 1e9) == 0
 
 
 def test_a_group_inside_a_node_has_its_link() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
+from zero2all.base.workspace import did_you_mean
 from zero2all.recipe import load_recipe, parse_recipe
 from zero2all.train.run import Run
-from zero2all.workspace import did_you_mean
 
 
 @pytest.fixture

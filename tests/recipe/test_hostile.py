@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.errors import UsageError
+from zero2all.base.units import Duration, parse_count
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.recipe import parse_recipe
 from zero2all.recipe.safe_yaml import read_yaml
-from zero2all.units import Duration, parse_count
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 30)

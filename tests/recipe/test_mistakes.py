@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zero2all.errors import RecipeError
+from zero2all.base.errors import RecipeError
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.recipe.problems import _section_mistakes, find_problems
 from zero2all.recipe.types import COLLECT_MISTAKES

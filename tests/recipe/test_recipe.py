@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.errors import RecipeError, UsageError
+from zero2all.base.units import Duration
 from zero2all.cli.main import app
-from zero2all.errors import RecipeError, UsageError
 from zero2all.recipe import (
     PRESETS,
     Recipe,
@@ -18,7 +19,6 @@ from zero2all.recipe import (
     recipe_schema,
     recipe_yaml,
 )
-from zero2all.units import Duration
 
 ROOT = Path(__file__).parents[2]
 

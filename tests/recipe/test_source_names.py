@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.errors import RecipeError
+from zero2all.base.errors import RecipeError
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
 from zero2all.recipe.source_names import MAX_CHARACTERS, source_file_name, source_file_names, to_source_name
 

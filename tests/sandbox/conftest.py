@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.sandbox import Limits, Sandbox
 from zero2all.sandbox.sandbox import BackendName
 

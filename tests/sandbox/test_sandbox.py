@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.sandbox import Limits, Sandbox, open_sandbox
 from zero2all.sandbox import sandbox as sandbox_module
 from zero2all.sandbox.backends import Launch

@@ -60,7 +60,9 @@ def test_numbers_are_those_of_the_headers() -> None:
 def verdict(machine: str, has_pid_namespace: bool, name: str, *arguments: int) -> int:
     """The errno of the filter for a call, computed as the kernel does; 0: allowed."""
     number = next(call.numbers[machine] for call in system_calls() if call.name == name)
-    return run_filter(seccomp_filter(has_pid_namespace, machine), ARCHITECTURES[machine], number, arguments)
+    return run_filter(
+        seccomp_filter(has_pid_namespace=has_pid_namespace, machine=machine), ARCHITECTURES[machine], number, arguments
+    )
 
 
 def run_filter(program: bytes, architecture: int, number: int, arguments: Sequence[int]) -> int:
@@ -146,7 +148,7 @@ def test_every_rule_is_in_the_filter(machine: str, has_namespace: bool) -> None:
 
 
 def test_unknown_system_calls_and_architectures_are_stopped() -> None:
-    program = seccomp_filter(True, "x86_64")
+    program = seccomp_filter(has_pid_namespace=True, machine="x86_64")
     assert run_filter(program, ARCHITECTURES["x86_64"], 1000, ()) == errno.ENOSYS
     assert run_filter(program, ARCHITECTURES["aarch64"], 0, ()) == -1  # killed
     assert run_filter(program, ARCHITECTURES["x86_64"], 0x40000000, ()) == -1
@@ -162,7 +164,8 @@ def python_of_nobody(directory: Path) -> tuple[list[str], dict[str, str]]:
     source = Path(zero2all.__file__).parent
     shutil.copytree(source / "sandbox", packages / "zero2all/sandbox")
     shutil.copytree(Path(__file__).parent, packages / "tests/sandbox")
-    for path in ("__init__.py", "errors.py", "redact.py"):
+    (packages / "zero2all/base").mkdir()
+    for path in ("__init__.py", "base/__init__.py", "base/errors.py", "base/redact.py"):
         shutil.copy(source / path, packages / "zero2all" / path)
     try:
         import sandlock

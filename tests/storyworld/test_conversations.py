@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from zero2all.conversation import Conversation
-from zero2all.generation.story_quality import HELD_OUT_FROM, ChatAnswer, held_out_conversations
+from zero2all.base.conversation import Conversation
+from zero2all.generation.story_quality import HELD_OUT_FROM, StoryAnswer, held_out_conversations
 from zero2all.storyworld import LANGUAGES, check_story, story_language
 from zero2all.storyworld.conversations import (
     KIND_SHARES,
@@ -89,5 +89,5 @@ def test_held_out_conversations_are_never_trained_on() -> None:
 
 def test_a_user_turn_in_an_answer_is_seen() -> None:
     one = StoryConversation("sum", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    assert ChatAnswer(one, "yes\nuser\nno", True, None).has_user_turn
-    assert not ChatAnswer(one, "the user is here", True, None).has_user_turn
+    assert StoryAnswer(one, "yes\nuser\nno", True, None).has_user_turn
+    assert not StoryAnswer(one, "the user is here", True, None).has_user_turn

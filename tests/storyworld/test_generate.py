@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.storyworld import generate_stories, generate_story
 from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.teller import Teller

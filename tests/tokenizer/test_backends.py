@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.tokenizer import Tokenizer, backends
 from zero2all.tokenizer.backends import FAST_BACKENDS, Gigatoken, HuggingFace, Ids, TextVocabulary, parity_texts
 

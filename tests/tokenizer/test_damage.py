@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 
 Definition = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tokenizer.sentencepiece_models import llama_style
-from zero2all.io import write_json
+from zero2all.base.io import write_json
 from zero2all.model import Z2all, grow_embeddings
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer, extend

@@ -10,14 +10,14 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.tokenizer.sentencepiece_models import CORPUS, llama_style, texts
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_json
 from zero2all.corpus.ingest import document_texts
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import write_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.extend import CHINESE, decompose_new_tokens, extend_tokenizer
 from zero2all.tokenizer.import_export import import_tokenizer
-from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, Piece, append_pieces
+from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, SentencePiece, append_pieces
 
 Pair = tuple[Tokenizer, Tokenizer]
 
@@ -105,8 +105,8 @@ def test_text_of_any_kind_is_learned_from_without_the_option(tmp_path: Path) -> 
 
 def test_an_old_piece_made_of_new_ones_keeps_its_rank(tmp_path: Path) -> None:
     """sentencepiece joins whatever becomes a piece: also an old one that only new pieces can make."""
-    model = append_pieces(llama_style(), [Piece(c, -5000.0 - n) for n, c in enumerate("中国人")], 703)
-    (tmp_path / "llama.model").write_bytes(append_pieces(model, [Piece("中国人", -4000.0)], 704))
+    model = append_pieces(llama_style(), [SentencePiece(c, -5000.0 - n) for n, c in enumerate("中国人")], 703)
+    (tmp_path / "llama.model").write_bytes(append_pieces(model, [SentencePiece("中国人", -4000.0)], 704))
     import_tokenizer(tmp_path / "llama.model", tmp_path / "old")
     extend_tokenizer(tmp_path / "old", ["国人"] * 9, 1, tmp_path / "new", characters="chinese")
     new = Tokenizer(tmp_path / "new")

@@ -20,17 +20,18 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from tests.tokenizer.sentencepiece_models import llama_style, texts
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_json
+from zero2all.base.manifest import read_documents_manifest
 from zero2all.cli.main import app
-from zero2all.errors import UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
 from zero2all.generation import SamplingParams, generate_batch
-from zero2all.io import read_documents_manifest, write_json
 from zero2all.recipe import Recipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.import_export import import_tokenizer
-from zero2all.tokenizer.sentencepiece_model import Piece, PieceType, append_pieces, parse_model
+from zero2all.tokenizer.sentencepiece_model import PieceType, SentencePiece, append_pieces, parse_model
 from zero2all.tokens import TokenStore, build_tokens
 from zero2all.train import Run, train
 
@@ -186,10 +187,13 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "words": (lambda: llama_style("word"), "neither a BPE nor a unigram"),
     "space after words": (lambda: llama_style(treat_whitespace_as_suffix=True), "does not write a space"),
     "symbols and prefix": (lambda: llama_style(user_defined_symbols=["\n"]), "user-defined symbols"),
-    "a piece twice": (lambda: append_pieces(llama_style(), [Piece("the", 1.0), Piece("the", 0.0)], 702), "the same"),
-    "nan": (lambda: append_pieces(llama_style(), [Piece("@@@", float("nan"))], 701), "score"),
-    "long": (lambda: append_pieces(llama_style(), [Piece("x" * 1000, 0.0)], 701), "characters"),
-    "unused": (lambda: append_pieces(llama_style(), [Piece("@@@", 0.0, PieceType.UNUSED)], 701), "unused"),
+    "a piece twice": (
+        lambda: append_pieces(llama_style(), [SentencePiece("the", 1.0), SentencePiece("the", 0.0)], 702),
+        "the same",
+    ),
+    "nan": (lambda: append_pieces(llama_style(), [SentencePiece("@@@", float("nan"))], 701), "score"),
+    "long": (lambda: append_pieces(llama_style(), [SentencePiece("x" * 1000, 0.0)], 701), "characters"),
+    "unused": (lambda: append_pieces(llama_style(), [SentencePiece("@@@", 0.0, PieceType.UNUSED)], 701), "unused"),
     "huge length": (lambda: b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "ends inside"),
     "endless number": (lambda: b"\xff" * 11, "too long"),
     "a score of 8 bytes": (lambda: b"\x0a\x09\x11" + struct.pack("<d", 1.0), "no float"),

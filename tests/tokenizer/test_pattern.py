@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import regex
 
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.recipe import TokenizerRecipe, parse_recipe
 from zero2all.tokenizer import Tokenizer, pattern_check, train, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS

@@ -10,8 +10,8 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import RecipeError, UsageError
-from zero2all.io import read_documents_manifest
+from zero2all.base.errors import RecipeError, UsageError
+from zero2all.base.manifest import read_documents_manifest
 from zero2all.recipe import TokenizerRecipe, parse_recipe
 from zero2all.tokenizer import Tokenizer, sentencepiece_vocabulary, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS

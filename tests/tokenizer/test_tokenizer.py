@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import tiny_recipe
 from tests.corpus.gids import make_gid
+from zero2all.base.errors import Z2aError
 from zero2all.corpus import build_corpus
 from zero2all.corpus.document_shards import is_validation
-from zero2all.errors import Z2aError
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokenizer.vocabulary import SPECIAL_TOKENS

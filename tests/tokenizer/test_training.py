@@ -21,13 +21,20 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from zero2all.engine import Engine
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.tasks import TaskEngine
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer import train, train_tokenizer
 from zero2all.tokenizer.merge import PairIndex, bytes_by_id, learn_merges, read_words
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
-from zero2all.tokenizer.word_count import COUNTS_SCHEMA, PretokenizeConfig, SpillWriter, WordCounts, aggregate_counts
+from zero2all.tokenizer.word_count import (
+    COUNTS_SCHEMA,
+    AggregationLimits,
+    PretokenizeConfig,
+    SpillWriter,
+    WordCounts,
+    aggregate_counts,
+)
 
 UNUSUAL_CHARACTERS = [
     *"aZ'sSſmdt1٣²½〇々汉字⺀，éﬁKｆกᄒ😀_-\u0301\u200d\u202e\x00\U000e0001\U0010ffff\ufeff",
@@ -120,9 +127,8 @@ def add_up(
 ) -> tuple[dict[bytes, int], WordCounts]:
     """At most this many words with their counts, and the record of their aggregation."""
     path = work / "words.arrow"
-    record = aggregate_counts(
-        spills.paths, spills.row_count, path, lambda words, size: words, max_words, seed, table_memory=1 << 20
-    )
+    limits = AggregationLimits(lambda words, size: words, max_words, table_memory=1 << 20, seed=seed)
+    record = aggregate_counts(spills.paths, spills.row_count, path, limits)
     with pa.OSFile(str(path)) as stream:
         table = pa.ipc.open_file(stream).read_all()
     return dict(zip(table["word"].to_pylist(), table["count"].to_pylist(), strict=True)), record
@@ -262,7 +268,7 @@ print(estimate, peak - before)
 
 def shards(root: Path, number: int, seed: int = 0) -> Path:
     """Documents as the corpus stage leaves them, made by hand."""
-    from zero2all.io import checksums, write_manifest
+    from zero2all.base.manifest import checksums, write_manifest
 
     (root / "train").mkdir(parents=True)
     names, size = [], 0
@@ -310,7 +316,7 @@ def expected(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_number_of_workers_changes_no_byte(workers: int, documents: Path, expected: bytes, tmp_path: Path) -> None:
-    train_tokenizer(RECIPE, documents, tmp_path / "many", Engine(workers=workers))
+    train_tokenizer(RECIPE, documents, tmp_path / "many", TaskEngine(workers=workers))
     assert (tmp_path / "many/tokenizer.json").read_bytes() == expected
 
 
@@ -365,4 +371,4 @@ def test_another_vocabulary_size_does_not_count_again(
 def test_too_little_memory_for_the_workers_says_what_is_enough(documents: Path, tmp_path: Path) -> None:
     small = RECIPE.model_copy(update={"max_memory": 1 << 30})
     with pytest.raises(UsageError, match="fewer --workers"):
-        train_tokenizer(small, documents, tmp_path / "out", Engine(workers=16))
+        train_tokenizer(small, documents, tmp_path / "out", TaskEngine(workers=16))

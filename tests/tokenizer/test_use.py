@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
-from zero2all.errors import Z2aError
-from zero2all.io import read_json
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.evaluate import evaluate_tokenizers, render_svg, render_table
 from zero2all.tokenizer.import_export import export_tiktoken

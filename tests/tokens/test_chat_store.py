@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.test_chat_source import TOOLS, many, openai
-from zero2all.conversation import Conversation
+from zero2all.base.conversation import Conversation
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import MANIFEST, read_json
 from zero2all.corpus import build_corpus
-from zero2all.errors import Z2aError
-from zero2all.io import MANIFEST, read_json
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokenizerRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens, opening_prompts

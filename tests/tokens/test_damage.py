@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.tokens import PackedDataset, TokenStore, build_tokens, verify_store
 from zero2all.train import Run, train

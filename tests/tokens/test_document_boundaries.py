@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import zero2all
-from zero2all.conversation import SourceKind
-from zero2all.errors import Z2aError
+from zero2all.base.conversation import SourceKind
+from zero2all.base.errors import Z2aError
 from zero2all.evals.scored_text import EvalText, Packed, read_stream
 from zero2all.model import document_starts
 from zero2all.recipe.objective import Conversations

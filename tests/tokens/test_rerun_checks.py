@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import zero2all.io as io
+import zero2all.base.manifest as manifest
 from tests.conftest import tiny_recipe
+from zero2all.base.io import sha256_file
+from zero2all.base.manifest import is_current, is_intact, sampled_digest, write_manifest
 from zero2all.corpus import build_corpus
-from zero2all.io import is_current, is_intact, sampled_digest, sha256_file, write_manifest
 from zero2all.recipe import Recipe
 from zero2all.tokens import build_tokens
 from zero2all.tokens.manifest import BuiltStore
@@ -21,7 +22,7 @@ SMALL_BLOCK = 64  # so that the samples of a small file do not make up all of it
 
 @pytest.fixture(autouse=True)
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "SAMPLE_BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(manifest, "SAMPLE_BLOCK_BYTES", SMALL_BLOCK)
 
 
 def flip(path: Path, place: int, keep_time: bool = True) -> None:
@@ -79,7 +80,7 @@ def test_what_a_rerun_notices(tmp_path: Path) -> None:
 def test_an_unchanged_file_is_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = published(tmp_path / "a")
     digest, sample = sha256_file(data), sampled_digest(data)
-    monkeypatch.setattr(io, "sha256_file", lambda path: pytest.fail("it was read as a whole"))
+    monkeypatch.setattr(manifest, "sha256_file", lambda path: pytest.fail("it was read as a whole"))
     assert is_intact(data, tmp_path / "a" / "manifest.json", digest, sample)
 
 

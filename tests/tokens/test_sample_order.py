@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.tokens.sample_order import BLOCK_SAMPLES, SampleOrder, block_quotas, feistel_permute
 
 KEYS = np.array([1, 2, 3, 4], dtype=np.uint64)

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.engine import Engine
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
+from zero2all.base.tasks import TaskEngine
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, build_tokens
 from zero2all.tokens.token_store import DOCS_SCHEMA, DocumentInfo, TokenShardWriter
@@ -136,7 +136,7 @@ def test_a_wrong_encoding_is_never_published(workspace: Path, tmp_path: Path, mo
 
 def test_the_number_of_workers_changes_no_byte(workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace)
-    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path, Engine(workers=2))
+    build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, tmp_path, TaskEngine(workers=2))
     built, expected = (
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         for root in (tmp_path, workspace / "tokens")

@@ -98,7 +98,7 @@ def chaos(kind: str, work: Path) -> Iterator[OnStep]:
                 if step == KILL_AT:
                     viewer.send_signal(signal.SIGKILL)
 
-        stack.enter_context(patch("zero2all.train.trainer.RunRecord", maker))
+        stack.enter_context(patch("zero2all.train.recording.RunRecord", maker))
         yield on_step
 
 

@@ -23,19 +23,19 @@ from unittest.mock import patch
 import torch
 import yaml
 
-from zero2all.console import say
+from zero2all.base.console import say
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import PeakFlops
 from zero2all.corpus import build_corpus
-from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe, builtin_recipe_path, load_recipe
 from zero2all.storyworld import LANGUAGES, generate_stories
 from zero2all.storyworld.conversations import generate_conversations
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
-from zero2all.train import train, trainer
+from zero2all.train import setup, step, train
 from zero2all.train.data_loader import Batch
-from zero2all.train.hooks import TrainerHooks
+from zero2all.train.job import TrainerHooks
 
 RECORDS = Path(__file__).parent / "records"
 STORIES = 2500  # of each language
@@ -74,15 +74,15 @@ class Faults:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """The learning rate has no hook."""
-        real = trainer.set_learning_rate
+        real = step.set_learning_rate
 
         def set_learning_rate(optimizers: Any, recipe: Any, multiplier: float) -> None:
             real(optimizers, recipe, multiplier * (30 if self.fault == "lr" and self.step >= FAULT_STEP else 1))
 
         peak = PeakFlops(1e15, "not measured, which takes longer than many steps")
         with (
-            patch.object(trainer, "set_learning_rate", set_learning_rate),
-            patch.object(trainer, "peak_flops", lambda device, dtype: peak),
+            patch.object(step, "set_learning_rate", set_learning_rate),
+            patch.object(setup, "peak_flops", lambda device, dtype: peak),
         ):
             yield
 

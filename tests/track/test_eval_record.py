@@ -12,9 +12,9 @@ import pytest
 from zero2all.track import RunRecord
 from zero2all.track.eval_record import EvalLine, EvalReader, append_evals, eval_curves
 from zero2all.track.html_report import report_html
+from zero2all.track.page_data import build_series
 from zero2all.track.run_locations import EVALS_FILE, LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.track.server import build_series
 
 
 def line(step: int, value: float, **changes: Any) -> EvalLine:

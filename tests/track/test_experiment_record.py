@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.experiments.helpers import experiment, variant
-from zero2all.io import write_record
+from zero2all.base.io import write_record
 from zero2all.track import RunRecord
 from zero2all.track.experiment_record import MAX_FILE_BYTES, find_experiments
 from zero2all.track.html_report import report_html

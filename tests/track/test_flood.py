@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 pytest.importorskip("uvicorn", reason="the server is not installed")
-from zero2all.processes import raise_descriptor_limit
+from zero2all.base.processes import raise_descriptor_limit
 
 DESCRIPTORS, CONNECTIONS = 1024, 1200
 SERVER = """
@@ -73,9 +73,7 @@ UNFINISHED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "kind", ["heads", "bodies", *(pytest.param(one, marks=pytest.mark.long) for one in ("nothing", "a second head"))]
-)
+@pytest.mark.parametrize("kind", ["heads", "bodies", "a second head", pytest.param("nothing", marks=pytest.mark.long)])
 def test_a_request_is_answered_during_a_flood_of_unfinished_ones(port: int, kind: str) -> None:
     if raise_descriptor_limit() < CONNECTIONS + 200:
         pytest.skip(f"this process may open only {resource.getrlimit(resource.RLIMIT_NOFILE)[1]} files")

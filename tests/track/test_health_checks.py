@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 from benchmarks.reference_curve import reference_curve
 
-from zero2all.findings import Level
-from zero2all.io import read_record
+from zero2all.base.findings import Level
+from zero2all.base.io import read_record
 from zero2all.recipe import builtin_recipe_path
 from zero2all.track.health_checks import (
-    CHINESE,
-    ENGLISH,
-    REMEDIES,
+    MESSAGES,
     RULES,
     ReferenceCurve,
     check_health,
@@ -194,11 +192,10 @@ def test_every_rule_is_explained() -> None:
 
 
 def test_every_message_has_the_same_values_in_both_languages() -> None:
-    assert ENGLISH.keys() == CHINESE.keys()
-    assert ENGLISH.keys() >= REMEDIES.keys()
-    assert {key.partition(" ")[0] for key in ENGLISH} == set(get_args(Level))
-    for key, text in ENGLISH.items():
-        values = [set(re.findall(r"\{(\w+)", one)) for one in (text + REMEDIES.get(key, ""), CHINESE[key])]
+    assert {key.partition(" ")[0] for key in MESSAGES} == set(get_args(Level))
+    for key, texts in MESSAGES.items():
+        assert {"en", "zh"} <= texts.keys() <= {"en", "remedy", "zh"}
+        values = [set(re.findall(r"\{(\w+)", one)) for one in (texts["en"] + texts.get("remedy", ""), texts["zh"])]
         assert values[0] == values[1], key
 
 

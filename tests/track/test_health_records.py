@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.track.make_records import FAULT_STEP, RECORDS
-from zero2all.findings import Finding
+from zero2all.base.findings import Finding
 from zero2all.track.health_checks import check_health
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView

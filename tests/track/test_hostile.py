@@ -15,10 +15,12 @@ from zero2all.cli.main import app as z2a
 from zero2all.track import RunRecord, read_steps
 from zero2all.track.health_checks import check_health
 from zero2all.track.html_report import report_html
+from zero2all.track.live_run import LiveRun
+from zero2all.track.page_data import build_series, encode_json, summarize_run
 from zero2all.track.record_index import index_path
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.track.server import LiveRun, build_app, build_series, encode_json, summarize_run
+from zero2all.track.server import build_app
 
 DIGITS = "9" * 400
 BAD_LINES: dict[str, str] = {
@@ -172,24 +174,24 @@ def test_every_bad_line_at_once_on_a_page_of_two_runs(tmp_path: Path) -> None:
 
 
 def test_a_bug_of_ours_is_reported_for_its_run_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.track.server.UNCHANGED_CHECK_SECONDS", -1.0)
-    monkeypatch.setattr("zero2all.track.server.CHECK_SHARE", math.inf)
+    monkeypatch.setattr("zero2all.track.live_run.UNCHANGED_CHECK_SECONDS", -1.0)
+    monkeypatch.setattr("zero2all.track.live_run.CHECK_SHARE", math.inf)
     live_run = LiveRun(RunView(LocalRunLocation(make(tmp_path / "a"))))
-    for name in ("zero2all.track.record_reader.RecordReader.refresh", "zero2all.track.server.check_health"):
+    for name in ("zero2all.track.record_reader.RecordReader.refresh", "zero2all.track.live_run.check_health"):
         with monkeypatch.context() as broken:
 
             def fail(*_: object) -> None:
                 raise ZeroDivisionError("on purpose")
 
             broken.setattr(name, fail)
-            broken.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+            broken.setattr("zero2all.track.live_run.HEALTH_CHECK_SECONDS", -1.0)
             live_run.refresh()
             assert "ZeroDivisionError: on purpose" in live_run.summary.status.trouble
-        monkeypatch.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+        monkeypatch.setattr("zero2all.track.live_run.HEALTH_CHECK_SECONDS", -1.0)
         live_run.refresh()
         assert live_run.summary.status.trouble is None
     with monkeypatch.context() as broken:
-        broken.setattr("zero2all.track.server.check_health", fail)
+        broken.setattr("zero2all.track.live_run.check_health", fail)
         first = LiveRun(RunView(LocalRunLocation(make(tmp_path / "c"))))  # also at the first refresh
         assert "on purpose" in first.summary.status.trouble
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zero2all.base.console import sanitize
 from zero2all.cli.main import app
-from zero2all.console import sanitize
 from zero2all.track import ssh as ssh_module
 from zero2all.track.run_locations import SshRunLocation, find_runs
 from zero2all.track.run_view import RunView

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import zero2all
-from zero2all.objectives import KTO_METRICS, PAIR_METRICS
-from zero2all.track.health_checks import ENGLISH
+from zero2all.track.health_checks import MESSAGES
 from zero2all.track.run_view import END_EVENTS
+from zero2all.train.objectives import KTO_METRICS, PAIR_METRICS
 from zero2all.train.step_timer import PARTS
 from zero2all.train.throughput import UTILIZATION
 
@@ -56,7 +56,7 @@ def metric_names() -> set[str]:
     for tree in trees("train", "track/system_metrics.py"):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and re.search(
-                r"metrics|_(record|judge)_step|reserved_memory", node.name
+                r"metrics|^record$|^read_result$|reserved_memory", node.name
             ):
                 names |= _keys(node)
             elif isinstance(node, ast.Dict):  # metrics of a family, wherever they are made
@@ -118,8 +118,8 @@ def test_every_line_of_a_chart_has_a_label_in_both_languages() -> None:
 
 
 def test_titles_labels_events_and_findings_are_translated() -> None:
-    rules = {key.partition(":")[0].partition(" ")[2] for key in ENGLISH}
-    events = calls(("event", "on_event"), "train", "track", "elastic") | set(END_EVENTS)
+    rules = {key.partition(":")[0].partition(" ")[2] for key in MESSAGES}
+    events = calls(("event", "on_event"), "train", "track", "cluster") | set(END_EVENTS)
     histograms = {"gradient norm by layer", "prompt"}
     words = {*TITLES.values(), *LABELS.values(), *rules, *events, *histograms}
     missing = {word for word in words if word not in ZH}

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import tiny_recipe
 from tests.experiments.helpers import experiment, mixture_search, variant
 from tests.track.browser import browser, watching
-from zero2all.io import write_record
+from zero2all.base.io import write_record
 from zero2all.track import RunRecord
 from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.html_report import report_html

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from tests.sshd import free_port
 from tests.track.browser import watching
 from tests.track.test_hostile import BAD_LINES, UNUSUAL_LINES, as_bytes
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.track import prometheus
 from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.health_checks import check_health
@@ -289,7 +289,7 @@ def test_a_run_that_cannot_be_exported_does_not_hide_the_others(
             raise Z2aError("gone")
         return run_series(run, *rest)
 
-    monkeypatch.setattr("zero2all.track.server.run_series", fail_for_a)
+    monkeypatch.setattr("zero2all.track.live_run.run_series", fail_for_a)
     parsed = parse(client.get("/metrics", params={"key": KEY}).text)
     assert parsed.value("zero2all_readable", run="a") == 0
     assert parsed.value("zero2all_loss", run="b") == 7.01

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.track import RunRecord, read_steps, record_reader
 from zero2all.track.record_index import index_path
 from zero2all.track.record_lines import LoggedLine, SampleLine

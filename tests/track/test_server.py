@@ -16,12 +16,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.track.browser import watching
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
+from zero2all.track.live_run import LiveRun
+from zero2all.track.page_data import PAGE_DIR
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.track.server import PAGE_DIR, LiveRun, _seen, _update_since, build_app
+from zero2all.track.server import build_app
 
 KEY = "the-key"
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
@@ -140,12 +142,12 @@ def test_a_step_that_cannot_be_is_refused(client: TestClient, step: str) -> None
 
 def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path: Path) -> None:
     live_run = LiveRun(make_run(tmp_path, steps=10))
-    seen = _seen(live_run)
+    seen = live_run.seen()
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(10, loss=7.0)
     live_run.refresh()
     assert live_run.version > seen.version
-    update, seen = _update_since(live_run, seen)
+    update, seen = live_run.update_since(seen)
     assert [line.step for line in update.lines] == [10]
     assert not update.reload
     assert update.evals is None
@@ -154,12 +156,12 @@ def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path:
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.step(11, loss=7.0)
     live_run.refresh()
-    update, seen = _update_since(live_run, seen)
+    update, seen = live_run.update_since(seen)
     assert (update.ranks, update.reload) == (True, False)
     with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
         record.event("resume", step=8)
     live_run.refresh()
-    assert _update_since(live_run, seen)[0].reload
+    assert live_run.update_since(seen)[0].reload
 
 
 def test_the_page_forbids_foreign_scripts(client: TestClient) -> None:
@@ -210,8 +212,8 @@ def test_only_runs_that_changed_are_checked_and_quiet_ones_are_read_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    monkeypatch.setattr("zero2all.track.server.check_health", lambda run: checked.append(run.name) or [])
-    monkeypatch.setattr("zero2all.track.server.HEALTH_CHECK_SECONDS", -1.0)
+    monkeypatch.setattr("zero2all.track.live_run.check_health", lambda run: checked.append(run.name) or [])
+    monkeypatch.setattr("zero2all.track.live_run.HEALTH_CHECK_SECONDS", -1.0)
     make_run(tmp_path / "a")
     live_run = LiveRun(RunView(LocalRunLocation(tmp_path / "a")), read=False)
     assert (checked, live_run.summary.status.step) == ([], None)
@@ -225,9 +227,9 @@ def test_only_runs_that_changed_are_checked_and_quiet_ones_are_read_less_often(
     for _ in range(3):
         live_run.refresh()
     assert len(checked) == 2
-    monkeypatch.setattr("zero2all.track.server.QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("zero2all.track.live_run.QUIET_SECONDS", -1.0)
     assert live_run.refresh_interval(10) == 0.5
     assert live_run.refresh_interval(500) == 5.0
-    monkeypatch.setattr("zero2all.track.server.UNCHANGED_CHECK_SECONDS", -1.0)  # time alone can be a sign
+    monkeypatch.setattr("zero2all.track.live_run.UNCHANGED_CHECK_SECONDS", -1.0)  # time alone can be a sign
     live_run.refresh()
     assert len(checked) == 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.track import RunRecord, open_sinks, read_steps
 
 

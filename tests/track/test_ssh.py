@@ -16,7 +16,7 @@ import pytest
 
 from tests.sshd import answers, sshd, wait_for, write_client
 from tests.track.browser import watching
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.track import RunRecord
 from zero2all.track.run_locations import find_runs
 from zero2all.track.run_view import RunView

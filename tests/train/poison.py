@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.io import MANIFEST, read_json, sha256_file, write_json
+from zero2all.base.io import MANIFEST, read_json, sha256_file, write_json
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore

@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Z2aError
 from zero2all.cli.main import app
-from zero2all.errors import Z2aError
 from zero2all.train import Run, blame_step, trace_step, train
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import tiny_recipe
 from tests.corpus.test_chat_source import many
-from zero2all.conversation import Conversation
+from zero2all.base.conversation import Conversation
 from zero2all.corpus import build_corpus
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import build_tokens

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.ranks import on_ranks
+from zero2all.base.machine.devices import wants_compile
 from zero2all.checkpoint import RankGroup
-from zero2all.hardware import wants_compile
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
 from zero2all.train import compile_probe
@@ -111,6 +112,6 @@ def test_generation_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         for generator in (as_rank_model(model), cast(Any, SimpleNamespace(generate_logits=model.generate_logits))):
             assert generator.generate_logits(tokens, KVCache(1, 8, CPU), None) is not None
     assert compiled == []
-    model.forward_backward(tokens, tokens, divisor=6)
+    model.forward_backward(ModelInputs(tokens, tokens), divisor=6)
     assert compiled
     torch.compiler.reset()

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import sha256_file
 from zero2all.cli.main import app
-from zero2all.errors import Z2aError
-from zero2all.io import sha256_file
 from zero2all.recipe import Recipe
 from zero2all.train import train
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.commands import refused, z2a
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import sha256_file
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import sha256_file
 from zero2all.quickstart import _refuse_other_recipe, quickstart_recipe
 from zero2all.recipe import load_recipe, recipe_yaml
 from zero2all.tokenizer import train_tokenizer

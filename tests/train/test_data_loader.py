@@ -15,8 +15,8 @@ from zero2all.parallel import ParallelDims, ParallelMesh
 from zero2all.recipe import ParallelRecipe
 from zero2all.tokens import TokenStore
 from zero2all.train.data_loader import PADDING_SOURCE, Batch, DataLoader, read_batch
+from zero2all.train.objectives.step import SourceLosses
 from zero2all.train.plan import Plan
-from zero2all.train.step_objective import SourceLosses
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero2all.errors import UsageError
-from zero2all.hardware import CUBLAS_VARIABLE, set_deterministic
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.devices import CUBLAS_VARIABLE, set_deterministic
 from zero2all.model.ops import OPS, choose_kernels
 from zero2all.model.ops.attention import MaskInputs
 from zero2all.recipe import ModelConfig, Recipe
-from zero2all.train import trainer
+from zero2all.train import Trainer, setup
 
 CUDA = torch.device("cuda")
 
@@ -72,14 +72,14 @@ class Cuda:
 
 
 def test_cublas_gets_its_workspace_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_deterministic(False, "auto")
+    set_deterministic(on=False, wanted="auto")
     assert CUBLAS_VARIABLE not in os.environ
     Cuda(monkeypatch)
-    set_deterministic(True, "auto")
+    set_deterministic(on=True, wanted="auto")
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
     monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
-    set_deterministic(True, "cuda")
+    set_deterministic(on=True, wanted="cuda")
     assert os.environ[CUBLAS_VARIABLE] == ":16:8", "the user's setting is kept"
 
 
@@ -89,8 +89,8 @@ def test_an_invalid_workspace_is_refused(value: str | None, initialized: bool, m
     if value is not None:
         monkeypatch.setenv(CUBLAS_VARIABLE, value)
     with pytest.raises(UsageError, match=f"{CUBLAS_VARIABLE}=:4096:8"):
-        set_deterministic(True, "auto")
-    set_deterministic(True, "cpu")  # cuBLAS is not used
+        set_deterministic(on=True, wanted="auto")
+    set_deterministic(on=True, wanted="cpu")  # cuBLAS is not used
 
 
 def test_a_run_sets_it_before_it_uses_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_a_run_sets_it_before_it_uses_a_device(monkeypatch: pytest.MonkeyPatch) 
         raise Reached
 
     Cuda(monkeypatch)
-    monkeypatch.setattr(trainer, "pick_device", pick_device)
-    monkeypatch.setattr(trainer, "require_data", lambda recipe: None)
+    monkeypatch.setattr(setup, "pick_device", pick_device)
+    monkeypatch.setattr(setup, "require_data", lambda recipe: None)
     recipe = Recipe.model_validate({"train": {"steps": 1, "deterministic": True}})
     with pytest.raises(Reached):
-        trainer.Trainer(recipe)
+        Trainer(recipe)

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero2all.model import document_starts, z2all
+from zero2all.model import ModelInputs, document_starts, z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
-from zero2all.train.step_objective import SourceLosses
+from zero2all.train.objectives.step import SourceLosses
 
 META = torch.device("meta")
 TOKENS, SOURCES = torch.zeros(4, 17, dtype=torch.int64), ["en", "zh", "en", ""]
@@ -40,7 +40,9 @@ def parallel_model(monkeypatch: pytest.MonkeyPatch) -> ParallelModel:
 
 def test_a_step_leaves_nothing_on_the_cpu(parallel_model: ParallelModel) -> None:
     source_losses = SourceLosses(["en", "zh"], token_byte_lengths=[1] * 64, device=META)
-    losses = parallel_model.forward_backward(INPUTS, TARGETS, 48, document_starts(INPUTS == 0), micro_batch_size=2)
+    losses = parallel_model.forward_backward(
+        ModelInputs(INPUTS, TARGETS, doc_starts_BS=document_starts(INPUTS == 0)), divisor=48, micro_batch_size=2
+    )
     assert parallel_model.clip_grad_norm_(1.0).device == META
     sums = source_losses.sums(losses, parallel_model.local_targets(TARGETS), SOURCES)
     assert parallel_model.all_reduce_sum(sums, stop_requested=True).device == META
@@ -63,12 +65,12 @@ class NoFp64(TorchDispatchMode):
 
 
 def test_the_gpu_of_a_mac_needs_no_fp64(parallel_model: ParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.hardware.MPS", META.type)
+    monkeypatch.setattr("zero2all.base.machine.devices.MPS", META.type)
     with NoFp64():
         source_losses = SourceLosses(["en", "zh"], token_byte_lengths=[1] * 64, device=META)
-        losses = parallel_model.forward_backward(INPUTS, TARGETS, 48)
+        losses = parallel_model.forward_backward(ModelInputs(INPUTS, TARGETS), divisor=48)
         assert parallel_model.clip_grad_norm_(1.0).item() == 0.0
-        assert parallel_model.layer_grad_norms.tolist() == [0.0, 0.0]
+        assert parallel_model.gradient_norms.by_layer.tolist() == [0.0, 0.0]
         sums = source_losses.sums(losses, parallel_model.local_targets(TARGETS), SOURCES)
         assert parallel_model.all_reduce_sum(sums).tolist() == [
             [0.0, 32.0, 0.0, 32.0],

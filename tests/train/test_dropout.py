@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.test_train import assert_same_run, ctrl_c_at, losses
-from zero2all.errors import Interrupted, Z2aError
+from zero2all.base.errors import Interrupted, Z2aError
 from zero2all.model.hf_config import hf_config
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import Batch

@@ -10,16 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.machine.gpu_specs import GPUS
+from zero2all.base.records import to_json
+from zero2all.base.units import show_bytes, show_seconds
 from zero2all.cli.main import app
-from zero2all.gpu_specs import GPUS
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
-from zero2all.records import to_json
 from zero2all.tokens import TokenStore
 from zero2all.train import Run, step_timing, train
-from zero2all.train.estimate import RunEstimate, TimeEstimate, estimate_run
+from zero2all.train.estimate import estimate_run
 from zero2all.train.plan import Plan
-from zero2all.units import show_bytes, show_seconds
+from zero2all.train.show_estimate import RunEstimate, TimeEstimate
 
 H100 = GPUS["H100"]
 RECIPES = Path(__file__).parents[2] / "recipes"

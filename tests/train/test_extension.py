@@ -7,36 +7,36 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.recipe import ExtendMode, parse_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
-from zero2all.train.extension import PlannedRun, ScheduleChangedError, continue_schedule
+from zero2all.train.extension import ScheduleChangedError, ScheduledRun, continue_schedule
 from zero2all.train.plan import Plan
 
 STAGES = "[{name: main, steps: %d}, {name: anneal, steps: %d, schedule: {shape: linear, warmup: 0, min_lr_ratio: 0}}]"
 
 
-def planned(workspace: Path, *overrides: str) -> PlannedRun:
+def planned(workspace: Path, *overrides: str) -> ScheduledRun:
     recipe = tiny_recipe(workspace, *overrides)
-    return PlannedRun(recipe, Plan(recipe, TokenStore(recipe.tokens_dir, "train")))
+    return ScheduledRun(recipe, Plan(recipe, TokenStore(recipe.tokens_dir, "train")))
 
 
-def staged(workspace: Path, main: int, anneal: int, *overrides: str) -> PlannedRun:
+def staged(workspace: Path, main: int, anneal: int, *overrides: str) -> ScheduledRun:
     return planned(workspace, "train.steps=null", f"train.stages={STAGES % (main, anneal)}", *overrides)
 
 
-def multipliers(run: PlannedRun, *steps: int) -> list[float]:
+def multipliers(run: ScheduledRun, *steps: int) -> list[float]:
     wanted = steps or range(run.plan.total_steps)
     return [run.plan.stage_of(step).lr_multiplier(step) for step in wanted]
 
 
-def stored(run: PlannedRun) -> PlannedRun:
+def stored(run: ScheduledRun) -> ScheduledRun:
     """As the next start reads it from the run directory."""
     recipe = parse_recipe(recipe_yaml(run.recipe))
-    return PlannedRun(recipe, Plan(recipe, run.plan.store))
+    return ScheduledRun(recipe, Plan(recipe, run.plan.store))
 
 
-def extended(before: PlannedRun, now: PlannedRun, step: int, mode: ExtendMode) -> PlannedRun:
+def extended(before: ScheduledRun, now: ScheduledRun, step: int, mode: ExtendMode) -> ScheduledRun:
     """What a first start with ``--extend`` leaves behind."""
     with pytest.raises(ScheduleChangedError):
         continue_schedule(before, now, step, None)
@@ -192,9 +192,9 @@ def test_samples_do_not_depend_on_an_extension(workspace: Path) -> None:
 def test_the_recipe_of_an_extended_run_trains_the_same_run_from_scratch(workspace: Path) -> None:
     run = extended(planned(workspace), planned(workspace, "train.steps=20"), 12, "rewarm")
     again = parse_recipe(recipe_yaml(run.recipe))
-    assert multipliers(PlannedRun(again, Plan(again, run.plan.store))) == multipliers(run)
+    assert multipliers(ScheduledRun(again, Plan(again, run.plan.store))) == multipliers(run)
     shorter = parse_recipe(recipe_yaml(run.recipe), ["train.steps=12"])  # an extension past the end has no effect
-    assert multipliers(PlannedRun(shorter, Plan(shorter, run.plan.store))) == multipliers(planned(workspace))
+    assert multipliers(ScheduledRun(shorter, Plan(shorter, run.plan.store))) == multipliers(planned(workspace))
 
 
 def test_extensions_that_a_user_wrote_are_checked(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

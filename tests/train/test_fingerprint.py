@@ -11,14 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import UsageError
+from zero2all.base.units import Duration
 from zero2all.checkpoint.training_state import StageIdentity
-from zero2all.errors import UsageError
 from zero2all.recipe import Recipe, StageRecipe, parse_recipe
 from zero2all.recipe.run_settings import EXCEPTIONS, run_settings, stage_settings
 from zero2all.train import train
-from zero2all.train.resume import Change, model_changes, setting_changes, stage_setting_changes
+from zero2all.train.resume import SettingChange, model_changes, setting_changes, stage_setting_changes
 from zero2all.train.run import model_identity
-from zero2all.units import Duration
 
 MAX_EXCEPTIONS = 60
 # Sections that are excepted as a whole. Text is compared by the fingerprint of what is built of it, schedules by their
@@ -85,14 +85,18 @@ def other_value(recipe: Recipe, path: list[str]) -> Any:
             return Path("/different") if isinstance(value, Path) or path[-1] == "teacher" else "different"
 
 
-def changes_between(before: Recipe, now: Recipe) -> list[Change]:
+def changes_between(before: Recipe, now: Recipe) -> list[SettingChange]:
     """What a resume reports, for the parts of the identity that are computed from the recipe alone."""
     stages = zip(before.train.resolved_stages(), now.train.resolved_stages(), strict=True)
     return [
         *setting_changes(run_settings(before), run_settings(now)),
         *(change for pair in stages for change in stage_setting_changes(*map(stage_settings, pair), "main")),
         *model_changes(model_identity(before.model), model_identity(now.model)),
-        *([Change("train.init", before.train.init, now.train.init)] if before.train.init != now.train.init else []),
+        *(
+            [SettingChange("train.init", before.train.init, now.train.init)]
+            if before.train.init != now.train.init
+            else []
+        ),
     ]
 
 

@@ -17,7 +17,7 @@ from threading import Thread
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.processes import stop_signals
+from zero2all.base.processes import hold_back_interrupts, stop_on_signals, stop_signals
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.train import Run
 from zero2all.train.signals import stop_requested
@@ -81,19 +81,15 @@ def trained(recipe: Recipe, kind: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [False, True], ids=["train", "launch"])
-def test_a_run_whose_terminal_closes_saves_and_the_same_command_resumes(
-    workspace: Path, tmp_path: Path, launched: bool
-) -> None:
+def test_a_run_whose_terminal_closes_saves_and_is_resumed(workspace: Path, tmp_path: Path) -> None:
+    """Started by the launcher, and resumed without it."""
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=100000", "checkpoint.every=100000 steps",
                          "track.log_every=1")  # fmt: skip
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_yaml(recipe))
-    words = ["launch", "--nproc-per-node", "1", "--", "train", str(path)] if launched else ["train", str(path)]
-    command = [sys.executable, "-m", "zero2all.cli", *words]
     saved: list[int] = []
-    for kind in ("start", "resume"):
-        with in_terminal(command) as (pid, master):
+    for kind, words in (("start", ["launch", "--nproc-per-node", "1", "--"]), ("resume", [])):
+        with in_terminal([sys.executable, "-m", "zero2all.cli", *words, "train", str(path)]) as (pid, master):
             wait_for(lambda kind=kind: trained(recipe, kind), f"no step after {kind}")  # type: ignore[misc]
             os.close(master)
             assert exit_status(pid) not in (0, -signal.SIGHUP)
@@ -107,18 +103,16 @@ def test_a_run_whose_terminal_closes_saves_and_the_same_command_resumes(
 
 
 def test_nohup_stays_in_force() -> None:
-    program = (
-        "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from zero2all.processes import stop_on_signals, hold_back_interrupts\n"
-        "from zero2all.train.signals import stop_requested\n"
-        "stop_on_signals()\n"
-        "with hold_back_interrupts(), stop_requested() as stop:\n"
-        "    os.kill(os.getpid(), signal.SIGHUP)\n"
-        "    assert not stop.is_set()\n"
-        "print('alive')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop_on_signals()
+        with hold_back_interrupts(), stop_requested() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_sighup_requests_a_stop() -> None:
@@ -132,7 +126,7 @@ def test_sighup_requests_a_stop() -> None:
 
 def test_output_to_a_closed_terminal_is_dropped_and_a_log_file_is_kept(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nfrom zero2all.processes import leave_terminal\n"
+        "import os, sys, time\nfrom zero2all.base.processes import leave_terminal\n"
         "sys.stdin.readline()\nleave_terminal()\n"
         "print('to nobody', flush=True); print('to nobody', file=sys.stderr, flush=True)\n"
         f"open({str(tmp_path / 'done')!r}, 'w').close()"

@@ -12,6 +12,7 @@ import torch
 from tests.conftest import tiny_recipe
 from tests.host_syncs import HostSyncs
 from zero2all.bench.rank_harness import run_ranks
+from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
 from zero2all.train.trainer import Trainer
@@ -75,9 +76,9 @@ def syncs_of_ep() -> list[str]:
     )  # fmt: skip
     model = ParallelModel(config, recipe, mesh, seed=0)
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(mesh.rank))
-    model.forward_backward(tokens, tokens, divisor=64)
+    model.forward_backward(ModelInputs(tokens, tokens), divisor=64)
     with HostSyncs() as syncs:
-        model.forward_backward(tokens, tokens, divisor=64)
+        model.forward_backward(ModelInputs(tokens, tokens), divisor=64)
         model.clip_grad_norm_(1.0)
     return syncs.places
 

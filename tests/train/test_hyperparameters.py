@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.recipe import Recipe, load_recipe, parse_recipe
 from zero2all.train import hyperparameters, train
 from zero2all.train.hyperparameters import (

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import UsageError
 from zero2all.checkpoint import RunIdentity
 from zero2all.checkpoint.training_state import StageIdentity
-from zero2all.errors import UsageError
 from zero2all.train import train
 from zero2all.train.resume import identity_changes
 

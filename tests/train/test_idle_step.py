@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zero2all.recipe.objective import ObjectiveRecipe
-from zero2all.train.step_objective import idle_reason
+from zero2all.train.objectives.step import idle_reason
 
 GRPO = {"name": "grpo", "max_answer_tokens": 16, "grpo": {"rewards": ["a:b"]}}
 UNMASKED = {"name": "grpo", "grpo": {"rewards": ["a:b"], "mask_truncated": False}}

@@ -20,9 +20,9 @@ from tests.checkpoint.test_foreign_checkpoints import change as change_metadata
 from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.commands import refused, z2a
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_json
 from zero2all.checkpoint import CheckpointWeights, InitialWeights
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import write_json
 from zero2all.model import HFWeights, Z2all, export_hf, load_hf, load_model
 from zero2all.model.hf_config import from_hf_config
 from zero2all.model.weights import WeightReader, load_weights
@@ -128,9 +128,9 @@ def test_weights_of_a_run_are_bitwise_equal(
 ) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={source.out / given}", "seed=99", "train.steps=3")
     with Trainer(recipe) as trainer:
-        assert trainer.first_step == 0
-        assert not any(optimizer.state for optimizer in trainer.optimizers)
-        assert_equal(weights_of(trainer.model.model), weights_of(Run.open(source.out).load_model(step)))
+        assert trainer.progress.first_step == 0
+        assert not any(optimizer.state for optimizer in trainer.job.optimizers)
+        assert_equal(weights_of(trainer.job.model.model), weights_of(Run.open(source.out).load_model(step)))
         summary = trainer.train()
     assert (summary.resumed_at, summary.steps) == (0, 3)
     saved = Run.open(tmp_path).initial_weights()
@@ -155,10 +155,10 @@ def test_weights_in_bf16_are_exact_and_have_a_fingerprint(source: Recipe, worksp
         shutil.copy(workspace / "tokenizer" / "tokenizer.json", directory)
         recipe = tiny_recipe(workspace, f"out={directory}", f"train.init={directory}", "train.steps=1")
         with Trainer(recipe) as trainer:
-            assert trainer.initial_weights is not None
-            records.append(trainer.initial_weights)
-            assert trainer.model.model.norm.weight.dtype == torch.float32
-            assert_equal(weights_of(trainer.model.model), weights_of(load_hf(directory)))
+            assert trainer.job.initial_weights is not None
+            records.append(trainer.job.initial_weights)
+            assert trainer.job.model.model.norm.weight.dtype == torch.float32
+            assert_equal(weights_of(trainer.job.model.model), weights_of(load_hf(directory)))
     assert [record.dtype for record in records] == ["bfloat16", "bfloat16", "float16"]
     assert records[0].fingerprint == records[1].fingerprint != records[2].fingerprint
 
@@ -171,8 +171,8 @@ def test_a_resumed_run_does_not_read_the_initial_weights_again(source: Recipe, w
     shutil.rmtree(tmp_path / "source")
     longer = tiny_recipe(workspace, *overrides, "train.steps=3", "train.schedule.shape=constant")
     with Trainer(longer) as trainer:
-        assert (trainer.first_step, trainer.initial_weights) == (2, None)
-        assert_equal(weights_of(trainer.model.model), expected)
+        assert (trainer.progress.first_step, trainer.job.initial_weights) == (2, None)
+        assert_equal(weights_of(trainer.job.model.model), expected)
         trainer.train()
     assert Run.open(tmp_path).initial_weights() is not None
     other = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={source.out}", "train.steps=3")
@@ -196,9 +196,9 @@ def test_4000_more_tokens_leave_the_logits_of_old_ones_unchanged(
     assert int(ids.max()) < VOCABULARY
     old = Run.open(source.out).load_model()
     with Trainer(recipe) as trainer:
-        model = trainer.model.model
-        assert trainer.initial_weights is not None
-        assert trainer.initial_weights.new_tokens == grown.vocab_size - VOCABULARY
+        model = trainer.job.model.model
+        assert trainer.job.initial_weights is not None
+        assert trainer.job.initial_weights.new_tokens == grown.vocab_size - VOCABULARY
         with torch.no_grad():
             assert torch.equal(model(ids)[..., :VOCABULARY], old(ids))
         parts = Tokenizer(workspace / "tokenizer").encode_bytes(grown.token_bytes[VOCABULARY])
@@ -294,9 +294,9 @@ def test_what_does_not_change_the_logits_may_differ(source: Recipe, workspace: P
     changes = ["max_position_embeddings=128", "z_loss=1e-4", "mtp_weight=0.3", "head_dim=8", "initializer_range=0.01"]
     recipe = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={source.out}", *(f"model.{one}" for one in changes))
     with Trainer(recipe) as trainer:
-        assert trainer.initial_weights is not None
-        assert {name.split(".")[0] for name in trainer.initial_weights.seeded} == {"mtp"}
-        found = weights_of(trainer.model.model)
+        assert trainer.job.initial_weights is not None
+        assert {name.split(".")[0] for name in trainer.job.initial_weights.seeded} == {"mtp"}
+        found = weights_of(trainer.job.model.model)
         expected = weights_of(Run.open(source.out).load_model())
         assert_equal({name: found[name] for name in expected}, expected)
 

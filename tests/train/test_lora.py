@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.export import export_adapter_of_run, export_run
 from zero2all.model import Z2all
 from zero2all.model.lora import LoRALinear, adapters, merge_adapters

@@ -14,8 +14,8 @@ from tests.conftest import tiny_recipe
 from tests.parallel.test_activation_checkpoint import Storages
 from tests.ranks import on_ranks
 from tests.train.test_train import assert_same_run
+from zero2all.base.errors import RecipeError, Z2aError
 from zero2all.checkpoint import RankGroup
-from zero2all.errors import RecipeError, Z2aError
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.rank_plan import STORED, MemoryPlan, plan_recipe_memory
@@ -131,9 +131,9 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     tried: list[int] = []
     real = TRY
 
-    def run(recipe: Any, model: Any, compile: bool, samples: int, rest: int) -> None:
+    def run(recipe: Any, model: Any, *, compile: bool, samples: int, rest: int) -> None:
         fails_above(limit, tried)(samples)
-        real(recipe, model, compile, samples, rest)
+        real(recipe, model, compile=compile, samples=samples, rest=rest)
 
     monkeypatch.setattr(micro_batch, "TRIAL_DEVICES", ("cpu",))
     monkeypatch.setattr(micro_batch, "try_micro_batch", run)
@@ -156,7 +156,7 @@ def test_the_choice_is_remembered_in_the_run(
     train(given)
     assert_same_run(Run.open(recipe.run_dir), Run.open(given.run_dir))
 
-    monkeypatch.setattr(micro_batch, "try_micro_batch", lambda *args: pytest.fail("chosen again"))
+    monkeypatch.setattr(micro_batch, "try_micro_batch", lambda *args, **options: pytest.fail("chosen again"))
     train(tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options, "train.steps=6"), extend="constant")
     stored = Run.open(recipe.run_dir).stored_recipe()
     assert stored is not None

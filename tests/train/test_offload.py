@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
 from tests.train.test_resume import ctrl_c_at, recorded
-from zero2all.errors import Interrupted, Z2aError
+from zero2all.base.errors import Interrupted, Z2aError
+from zero2all.optim.optimizer import MOMENTS, map_optimizer_state
 from zero2all.train import train
-from zero2all.train.optimizer import MOMENTS, map_optimizer_state
 
 STEPS = ("train.steps=4", "train.precision=fp32", "train.optimizer.name=adamw")
 

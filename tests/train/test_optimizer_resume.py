@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Interrupted, RecipeError, UsageError
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointWeights
-from zero2all.errors import Interrupted, RecipeError, UsageError
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
 from zero2all.generation import SamplingParams, generate_batch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
 from tests.parallel.test_activation_checkpoint import PRODUCTS, Calls
-from zero2all.torch_private import set_activation_memory_budget
+from zero2all.base.torch_private import set_activation_memory_budget
 from zero2all.train import Run, train
 
 STILL = ["train.steps=1", "train.optimizer.lr=1e-12", "train.seq_len=64", "train.batch_tokens=1024"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
 from zero2all.recipe import ScheduleRecipe
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import LRSchedule, Plan, cap_mixture_weights

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Interrupted
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.errors import Interrupted
 from zero2all.evals import evaluate_bpb
 from zero2all.recipe import Recipe
 from zero2all.track import read_steps

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import Interrupted, UsageError
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.cli.main import app
-from zero2all.errors import Interrupted, UsageError
 from zero2all.recipe import ExtendMode, Recipe, load_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
 from zero2all.track import read_steps
@@ -118,7 +118,7 @@ def test_a_run_without_its_stored_recipe_resumes_as_planned_and_says_so(
         (out / "run" / "recipe.yaml").touch()
     (out / "run" / "recipe.yaml").write_text(recipe_yaml(tiny_recipe(workspace, "train.steps=3")), encoding="utf-8")
     assert train(recipe).steps == 10  # what is stored cannot have trained six steps
-    assert "may differ from that of the last start, which is unknown" in capsys.readouterr().err
+    assert "may differ from the last start's, which is unknown" in capsys.readouterr().err
 
 
 def test_the_command_line_prints_the_command_to_choose_with(
@@ -186,18 +186,18 @@ KILL_ONCE = """
 import os, signal
 from zero2all.train import Trainer
 
-after_step = Trainer.after_step
+after_step = Trainer._after_step
 
 
-def kill_once(self, batch, result):
-    after_step(self, batch, result)
-    mark = self.run.directory / "killed"
+def kill_once(self, batch, *words):
+    after_step(self, batch, *words)
+    mark = self.job.run.directory / "killed"
     if batch.step == 8 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-Trainer.after_step = kill_once
+Trainer._after_step = kill_once
 
 
 class NoSink:

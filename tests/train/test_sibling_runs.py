@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.train.commands import refused, z2a
+from zero2all.base.errors import UsageError
 from zero2all.checkpoint.lock import run_lock
-from zero2all.elastic.launcher import node_counts
-from zero2all.errors import UsageError
+from zero2all.cluster.launch.launcher import node_counts
 from zero2all.train import Run
 
 

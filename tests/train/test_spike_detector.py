@@ -16,12 +16,12 @@ import torch
 from tests.checkpoint.helpers import crashed, losses
 from tests.conftest import tiny_recipe
 from tests.train.poison import poison
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import parse_record
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint.training_state import GuardState
-from zero2all.errors import Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import GuardRecipe, Recipe
-from zero2all.records import parse_record
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
 
@@ -112,10 +112,15 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event") == kind]
 
 
-def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
-    recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback")
+@pytest.fixture(scope="module")
+def rolled_back(workspace: Path, poisoned: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = guard_recipe(workspace, tmp_path_factory.mktemp("back"), poisoned, "train.guard.policy=rollback")
     train(recipe)
-    run = Run.open(recipe.run_dir)
+    return Run.open(recipe.run_dir)
+
+
+def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, rolled_back: Run) -> None:
+    run = rolled_back
     spikes = [event["step"] for event in events(run, "spike")]
     assert len(spikes) == 2
     assert spikes[0] in GARBAGE
@@ -134,7 +139,7 @@ def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, po
     assert set(losses(run)) == set(range(90)) - skipped
 
     # Bitwise equal to the same run on clean text with those steps skipped.
-    clean = guard_recipe(workspace, tmp_path / "clean", workspace / "tokens", "train.guard.policy=rollback")
+    clean = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.guard.policy=rollback")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpikeDetector, "check", lambda self, step, *rest: "injected" if step in spikes else None)
         train(clean)
@@ -142,13 +147,13 @@ def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, po
     assert losses(other) == losses(run)
 
 
-def test_a_crash_after_a_rollback_loses_nothing(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
-    uninterrupted = guard_recipe(workspace, tmp_path / "uninterrupted", poisoned, "train.guard.policy=rollback")
-    train(uninterrupted)
+def test_a_crash_after_a_rollback_loses_nothing(
+    workspace: Path, tmp_path: Path, poisoned: Path, rolled_back: Run
+) -> None:
     recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=rollback")
     crashed(recipe, 66)
     assert train(recipe).resumed_at == 65
-    assert losses(Run.open(recipe.run_dir)) == losses(Run.open(uninterrupted.run_dir))
+    assert losses(Run.open(recipe.run_dir)) == losses(rolled_back)
 
 
 def test_policy_skip_skips_the_update(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
@@ -169,32 +174,32 @@ def test_policy_skip_skips_the_update(workspace: Path, tmp_path: Path, poisoned:
         assert torch.equal(weights[step], weights[step - 1]) == (step in spikes)
 
 
-def test_policy_warn_changes_nothing(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
-    warned = guard_recipe(workspace, tmp_path, poisoned, "train.steps=60")
-    train(warned)
-    assert events(Run.open(warned.run_dir), "spike")[0]["step"] in GARBAGE
-    disabled = guard_recipe(workspace, tmp_path / "disabled", poisoned, "train.steps=60", "train.guard.threshold=1e9")
-    train(disabled)
-    assert losses(Run.open(warned.run_dir)) == losses(Run.open(disabled.run_dir))
-
-
-def test_a_recipe_says_how_far_off_an_outlier_is(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
-    spikes = []
+def test_a_recipe_says_how_far_off_an_outlier_is_and_policy_warn_changes_nothing(
+    workspace: Path, tmp_path: Path, poisoned: Path
+) -> None:
+    spikes, found = [], []
     for options in ([], ["train.guard.threshold=1e9"]):
         recipe = guard_recipe(workspace, tmp_path / str(len(spikes)), poisoned, "train.steps=76", *options)
         train(recipe)
         spikes.append({event["step"] for event in events(Run.open(recipe.run_dir), "spike")})
+        found.append(losses(Run.open(recipe.run_dir)))
     assert spikes[0] & {*NEWLINES}
     assert spikes[0] & {*GARBAGE}
     assert spikes[1] == set()
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def clean(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = guard_recipe(workspace, tmp_path_factory.mktemp("clean"), workspace / "tokens", "train.steps=30")
+    train(recipe)
+    return Run.open(recipe.run_dir)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_non_finite_step_is_repeated_before_its_data_is_skipped(
-    times: int, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, workspace: Path, tmp_path: Path, clean: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = guard_recipe(workspace, tmp_path / "clean", workspace / "tokens", "train.steps=30")
-    train(clean)
     recipe = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.steps=30", "train.guard.policy=rollback")
     remaining, current_step = [times], [0]
     original = ParallelModel.clip_grad_norm_
@@ -209,7 +214,7 @@ def test_a_non_finite_step_is_repeated_before_its_data_is_skipped(
     train(recipe, hooks=TrainerHooks(on_batch=lambda batch: current_step.__setitem__(0, batch.step)))
     run = Run.open(recipe.run_dir)
     if times == 1:
-        assert losses(run) == losses(Run.open(clean.run_dir))
+        assert losses(run) == losses(clean)
     else:
         assert set(losses(run)) == set(range(30)) - set(range(15, 23))
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.parallel import ParallelModel
 from zero2all.tokens import DocumentSpan
-from zero2all.train import Trainer, train
-from zero2all.train.hooks import TrainerHooks
+from zero2all.train import train
+from zero2all.train.job import Progress, TrainerHooks
 from zero2all.train.spike_detector import MAX_SAMPLES_READ
+from zero2all.train.spike_policy import SpikePolicy
 
 
 class FakeDataset:
@@ -33,16 +34,19 @@ class FakeDataset:
 def handle_spike(rank: int, batch: tuple[int, int]) -> tuple[FakeDataset, list[dict[str, Any]]]:
     dataset, events = FakeDataset(), []
     record: Any = SimpleNamespace(event=lambda kind, **values: events.append({"event": kind, **values}))
-    trainer: Any = SimpleNamespace(
+    objective = SimpleNamespace(name="pretrain")
+    job: Any = SimpleNamespace(
+        recipe=SimpleNamespace(train=SimpleNamespace(objective=objective)),
         guard=SimpleNamespace(check=lambda *_: "loss 9", recipe=SimpleNamespace(policy="warn")),
         model=SimpleNamespace(loss_scaler=None),
         mesh=SimpleNamespace(rank=rank),
-        record=record,
+        recorder=SimpleNamespace(record=record),
         run=SimpleNamespace(directory="runs/a"),
     )
+    result: Any = SimpleNamespace(loss=9.0, grad_norm=1.0, layer_norms=[])
     stage = SimpleNamespace(dataset=dataset, first_step=0)
     step: Any = SimpleNamespace(step=7, stage=stage, sample_range=batch)
-    assert Trainer.check_spike(trainer, step, 9.0, 1.0) == "update"
+    assert SpikePolicy(job, Progress()).decide(step, result) == "update"
     return dataset, events
 
 

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from tests.conftest import tiny_recipe
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.elastic.heartbeat import Heartbeat
+from zero2all.cluster.launch.heartbeat import Heartbeat
+from zero2all.model import ModelInputs
 from zero2all.model.blocks import LMHead
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.train import TrainerHooks, train
+from zero2all.train.components import Checkpointing, StepMetrics
 from zero2all.train.data_loader import DataLoader, HostCopy
 from zero2all.train.step_timer import PARTS, HostClock, Part, StepTime, StepTimer
-from zero2all.train.trainer import Trainer
 
 
 class FakeClock:
@@ -141,7 +142,7 @@ TRAINED = ("train.steps=6", "checkpoint.every=100 steps", "track.log_every=1", "
         ("backward", Tensor, "backward", 2),
         ("optimizer", ParallelModel, "clip_grad_norm_", 1),
         ("optimizer", torch.optim.AdamW, "step", 1),
-        ("logging", Trainer, "_record_step", 1),
+        ("logging", StepMetrics, "record", 1),
         ("other", Heartbeat, "__call__", 1),
     ],
 )
@@ -166,7 +167,7 @@ def test_validation_and_checkpoints_are_not_in_a_step(
     clock: FakeClock, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: list[StepTime] = []
-    monkeypatch.setattr(Trainer, "save", slowed(Trainer.save, clock))
+    monkeypatch.setattr(Checkpointing, "save", slowed(Checkpointing.save, clock))
     train(tiny_recipe(workspace, f"out={tmp_path}"), TrainerHooks(on_step=lambda _, own: times.append(own)))
     assert [own.seconds for own in times] == 12 * [0.0]
     assert clock.time == 12
@@ -201,7 +202,7 @@ def test_a_gpu_is_read_only_after_the_metrics_of_the_step(
     monkeypatch.setattr(HostCopy, "__init__", init)
     monkeypatch.setattr(HostCopy, "tolist", read)
     monkeypatch.setattr(StepTimer, "for_device", lambda _: StepTimer(StreamClock()))
-    monkeypatch.setattr("zero2all.train.trainer.LATE_DEVICES", ("cpu",))
+    monkeypatch.setattr("zero2all.train.trainer.DEFERRING_DEVICES", ("cpu",))
     train(tiny_recipe(workspace, f"out={tmp_path}"))
     assert [line["step"] for line in steps_of(tmp_path / "run")] == list(range(12))
 
@@ -241,7 +242,7 @@ def times_by_layout() -> dict[str, StepTime]:
             for _ in range(2):
                 timer.restart()
                 with timer.part("backward"):
-                    model.forward_backward(tokens, tokens, divisor=64, micro_batch_size=2)
+                    model.forward_backward(ModelInputs(tokens, tokens), divisor=64, micro_batch_size=2)
                 with timer.part("optimizer"):
                     model.clip_grad_norm_(1.0)
             times[name] = timer.finish_step().read()

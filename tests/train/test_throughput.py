@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero2all.console import set_verbose
-from zero2all.hardware import PeakFlops, measure_peak_again, peak_at_least
+from zero2all.base.console import set_verbose
+from zero2all.base.machine.devices import PeakFlops, measure_peak_again, peak_at_least
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
-from zero2all.train.throughput import ThroughputMeter
+from zero2all.train.throughput import FlopsCount, ThroughputMeter
 
 SHEET = PeakFlops(1e12, "a data sheet")
 
@@ -22,7 +22,7 @@ def meter(device: str, peak: PeakFlops = SHEET) -> ThroughputMeter:
     """Of a plan with ten steps of one sample."""
     stage = SimpleNamespace(recipe=SimpleNamespace(seq_len=32), sample_range=lambda step: (step, step + 1))
     plan: Any = SimpleNamespace(stage_of=lambda step: stage, total_steps=10, tokens_before=lambda step: 32 * step)
-    made = ThroughputMeter(plan, ModelConfig(vocab_size=320), torch.device(device), peak, torch.float32)
+    made = ThroughputMeter(plan, FlopsCount(ModelConfig(vocab_size=320)), torch.device(device), peak, torch.float32)
     made.update(0, 0.0)
     made.tokens_per_second = 1e4
     return made
@@ -30,9 +30,9 @@ def meter(device: str, peak: PeakFlops = SHEET) -> ThroughputMeter:
 
 @pytest.fixture
 def verbose() -> Iterator[None]:
-    set_verbose(True)
+    set_verbose(on=True)
     yield
-    set_verbose(False)
+    set_verbose(on=False)
 
 
 def said(meter: ThroughputMeter, step: int, capsys: pytest.CaptureFixture[str], **metrics: float) -> list[str]:
@@ -47,7 +47,7 @@ def said(meter: ThroughputMeter, step: int, capsys: pytest.CaptureFixture[str], 
 def test_verbose_says_that_the_machine_was_busy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float | None, is_said: bool
 ) -> None:
-    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: share)
+    monkeypatch.setattr("zero2all.base.machine.cpus.OtherCpuUse.share", lambda self: share)
     on_cpu, on_gpu = meter("cpu"), meter("meta")
     monkeypatch.setattr("zero2all.train.throughput.peak_memory_bytes", lambda device: 1000)
     assert said(on_cpu, 0, capsys)[-1].endswith("  other programs used 45% of the CPU") == is_said
@@ -60,11 +60,11 @@ def test_sources_have_a_line_of_their_own_now_and_then(capsys: pytest.CaptureFix
     lines = [said(on_cpu, step, capsys, **by_source) for step in range(10)]
     assert lines[0][1] == "  loss by source:  en 1.500  zh 0.500"
     assert [len(one) for one in lines] == [2, *[1] * 8, 2]  # the last step of the run has it too
-    set_verbose(True)
+    set_verbose(on=True)
     try:
         lines = [said(on_cpu, step, capsys, **by_source) for step in range(3)]
     finally:
-        set_verbose(False)
+        set_verbose(on=False)
     assert [len(one) for one in lines] == [3, 3, 3]
 
 
@@ -75,11 +75,11 @@ def test_rewards_are_logged_with_every_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tflops_are_of_one_device_and_both_utilizations_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: None)
+    monkeypatch.setattr("zero2all.base.machine.cpus.OtherCpuUse.share", lambda self: None)
     one, four = meter("cpu"), meter("cpu")
     four.world_size = 4
     one.tokens_per_second, four.tokens_per_second = 1e4, 4e4
-    config, measured = one.config, one.metrics(0)
+    config, measured = one.flops.config, one.metrics(0)
     assert measured["tflops"] == pytest.approx(1e4 * flops_per_token(config, 32).model / 1e12, abs=1e-4)
     palm = palm_flops_per_token(config, count_parameters(config).active, 32)
     assert measured["mfu_palm"] == pytest.approx(1e4 * palm / 1e12, abs=1e-4)
@@ -97,10 +97,10 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[PeakFlops]:
     """What further measurements of the peak give; each takes a minute."""
     found: list[PeakFlops] = []
     minutes = iter(range(1000))
-    monkeypatch.setattr("zero2all.hardware.peak_flops", lambda device, dtype: found.pop(0))
-    monkeypatch.setattr("zero2all.hardware.peak_flops.cache_clear", lambda: None, raising=False)
+    monkeypatch.setattr("zero2all.base.machine.devices.peak_flops", lambda device, dtype: found.pop(0))
+    monkeypatch.setattr("zero2all.base.machine.devices.peak_flops.cache_clear", lambda: None, raising=False)
     monkeypatch.setattr("zero2all.train.throughput.time.monotonic", lambda: 60.0 * next(minutes))
-    monkeypatch.setattr("zero2all.cpus.OtherCpuUse.share", lambda self: 0.0)
+    monkeypatch.setattr("zero2all.base.machine.cpus.OtherCpuUse.share", lambda self: 0.0)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.train import Run, TrainerHooks, trace_step, train
 from zero2all.train.blame import trace_text
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from zero2all.errors import Interrupted, UsageError, Z2aError
+from zero2all.base.errors import Interrupted, UsageError, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
@@ -90,40 +90,40 @@ def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_
 
 
 @pytest.fixture
-def late_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def deferred_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Metrics are read one step late, as on a GPU; the steps that were."""
     steps: list[int] = []
-    original = Trainer._train_step_late
+    original = Trainer._train_step_deferred
 
     def noted(self: Trainer, batch: Batch) -> None:
         steps.append(batch.step)
         original(self, batch)
 
-    monkeypatch.setattr("zero2all.train.trainer.LATE_DEVICES", ("cpu",))
-    monkeypatch.setattr(Trainer, "_train_step_late", noted)
+    monkeypatch.setattr("zero2all.train.trainer.DEFERRING_DEVICES", ("cpu",))
+    monkeypatch.setattr(Trainer, "_train_step_deferred", noted)
     return steps
 
 
-def test_metrics_that_are_read_late_change_nothing(
-    uninterrupted: Run, workspace: Path, tmp_path: Path, late_steps: list[int]
+def test_deferred_metrics_change_nothing(
+    uninterrupted: Run, workspace: Path, tmp_path: Path, deferred_steps: list[int]
 ) -> None:
     train(tiny_recipe(workspace, f"out={tmp_path}"))
-    assert late_steps == [0, 1, 2, 4, 5, 6, 8, 9, 10], "all but those before a checkpoint and the last one"
+    assert deferred_steps == [0, 1, 2, 4, 5, 6, 8, 9, 10], "all but those before a checkpoint and the last one"
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
-def test_a_stop_that_is_seen_late_saves_the_state_of_its_step(
-    uninterrupted: Run, workspace: Path, tmp_path: Path, late_steps: list[int]
+def test_a_stop_in_deferred_metrics_saves_the_state_of_its_step(
+    uninterrupted: Run, workspace: Path, tmp_path: Path, deferred_steps: list[int]
 ) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(Interrupted, match="after step 7 of 12"):
         train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(4)))
-    assert late_steps == [0, 1, 2, 4, 5]
+    assert deferred_steps == [0, 1, 2, 4, 5]
     assert train(recipe).resumed_at == 7
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
-@pytest.mark.usefixtures("late_steps")
+@pytest.mark.usefixtures("deferred_steps")
 def test_a_gradient_that_is_not_finite_ends_a_run_before_a_checkpoint_has_it(workspace: Path, tmp_path: Path) -> None:
     backwards: list[int] = []
 

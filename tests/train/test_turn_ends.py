@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.conftest import ENGLISH, tiny_recipe
 from zero2all.corpus import build_corpus
 from zero2all.evals import evaluate_bpb
-from zero2all.model import Z2all
+from zero2all.model import ModelInputs, Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokens import build_tokens
 from zero2all.train import Run, train
 from zero2all.train.blame import blame_step
-from zero2all.train.distill_objective import Teacher
+from zero2all.train.objectives.distill import Teacher
 
 BEGIN, TURN_END, HEADER_END = "<|begin_of_text|>", "<|eot_id|>", "<|end_header_id|>"
 TEMPLATE = (
@@ -123,13 +123,15 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
         original = getattr(owner, name)
 
         def call(self: Any, *args: Any, **options: Any) -> Any:
-            starts = options.get("doc_starts_BS", args[place] if len(args) > place else None)
-            found.append((args[0].clone(), None if starts is None else starts.clone()))
+            tokens, starts = args[0], options.get("doc_starts_BS", args[place] if len(args) > place else None)
+            if isinstance(tokens, ModelInputs):
+                tokens, starts = tokens.tokens_BS, tokens.doc_starts_BS
+            found.append((tokens.clone(), None if starts is None else starts.clone()))
             return original(self, *args, **options)
 
         monkeypatch.setattr(owner, name, call)
 
-    capture(ParallelModel, "forward_backward", 3)
+    capture(ParallelModel, "forward_backward", 1)
     capture(ParallelModel, "eval_losses", 2)
     capture(Teacher, "likeliest", 1)
     return found
@@ -157,7 +159,8 @@ def check_row(model: Z2all, row: Tensor, starts: Tensor, tokenizer: Tokenizer) -
         assert not torch.equal(question, row)
         with torch.inference_mode():
             logits, *others = (
-                model(one[None], doc_starts_BS=starts[None])[0, answer] for one in (row, question, previous)
+                model(ModelInputs(one[None], doc_starts_BS=starts[None]))[0, answer]
+                for one in (row, question, previous)
             )
         assert (logits - others[0]).abs().max() > 1e-3, "the answer does not depend on the question"
         assert torch.equal(logits, others[1]), "the answer depends on the conversation before"

@@ -6,12 +6,12 @@ import os
 
 import torch
 
+from zero2all.base.console import progress
+from zero2all.base.machine.devices import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device
 from zero2all.bench.comm import COLLECTIVES, measure_collectives
 from zero2all.bench.measurements import wall_seconds
 from zero2all.bench.rank_harness import Backend, run_ranks
 from zero2all.bench.step import BenchStep
-from zero2all.console import progress
-from zero2all.hardware import compute_dtype, device_name, dtype_name, measure_matmul_flops, pick_device
 from zero2all.planner.calibrated import MachineMeasurements
 from zero2all.recipe import Recipe
 

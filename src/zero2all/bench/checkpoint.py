@@ -9,25 +9,27 @@ from pathlib import Path
 
 import torch
 
-from zero2all.bench.measurements import BenchReport, Measurement, this_machine
+from zero2all.base.console import progress
+from zero2all.base.errors import Z2aError
+from zero2all.bench.measurements import Measurement, MeasurementReport, this_machine
 from zero2all.checkpoint import (
     SHM_DIRECTORY,
     CheckpointCallbacks,
+    CheckpointedModel,
     CheckpointManager,
+    CheckpointPlaces,
     CheckpointStore,
     RankGroup,
     TrainingState,
 )
 from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
 from zero2all.checkpoint.training_state import GuardState, RopeState
-from zero2all.console import progress
-from zero2all.errors import Z2aError
 from zero2all.model import Z2all
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.recipe import Recipe
-from zero2all.train.optimizer import build_optimizers
 
 
-def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> BenchReport:
+def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> MeasurementReport:
     """Save and load the state of the recipe's model with its optimizer, in and under ``directory``."""
     torch.manual_seed(recipe.seed)
     model = Z2all(recipe.model).init_weights(recipe.seed)
@@ -51,9 +53,9 @@ def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> BenchR
     ):
         place, ranks = Path(disk), RankGroup()
         callbacks = CheckpointCallbacks(on_saved=lambda step, seconds: writes.append(seconds))
-        store = CheckpointStore(place)
-        manager = CheckpointManager(store, Path(memory) / "flash", place, model, optimizers, ranks, callbacks=callbacks)
-        from_disk = CheckpointManager(store, None, place, model, optimizers, ranks)
+        store, trained = CheckpointStore(place), CheckpointedModel(model, optimizers)
+        manager = CheckpointManager(CheckpointPlaces(store, place, Path(memory) / "flash"), trained, ranks, callbacks)
+        from_disk = CheckpointManager(CheckpointPlaces(store, place), trained, ranks)
         try:
             for step in range(1, rounds + 2):  # the first creates the slots in memory
                 stalls.append(manager.save(step, _training_state(), durable=True))
@@ -74,7 +76,7 @@ def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> BenchR
         ),
     ]
     title = f"state of {mb:,.0f} MB ({recipe.train.optimizer.name}), medians of {rounds} checkpoints"
-    return BenchReport("checkpoint", title, this_machine(), rows)
+    return MeasurementReport("checkpoint", title, this_machine(), rows)
 
 
 def _time_load(manager: CheckpointManager) -> float:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.bench.measurements import BenchReport, Measurement, this_machine, wall_seconds
+from zero2all.base.errors import UsageError
+from zero2all.base.units import show_bytes
+from zero2all.bench.measurements import Measurement, MeasurementReport, this_machine, wall_seconds
 from zero2all.bench.rank_harness import Backend, run_ranks
-from zero2all.errors import UsageError
-from zero2all.units import show_bytes
 
 P2P_VARIABLE = "NCCL_P2P_DISABLE"
 MIN_SECONDS = 0.2  # of timed repeats of one size, after the first
@@ -30,7 +30,7 @@ class Collective:
 
     name: str
     link_share: Callable[[int], float]
-    """By number of ranks; the message is the larger of input and output."""
+    """The share by number of ranks; the message is the larger of input and output."""
     run: Callable[[Tensor, Tensor, Tensor], object]
     """With a message, a buffer of its size, and a buffer for this rank's part of it."""
 
@@ -53,7 +53,7 @@ class CollectiveTime:
     seconds: float
 
 
-def bench_comm(ranks: int | None = None, sizes: Sequence[int] = DEFAULT_SIZES) -> BenchReport:
+def bench_comm(ranks: int | None = None, sizes: Sequence[int] = DEFAULT_SIZES) -> MeasurementReport:
     """Bus bandwidth of every collective, between GPUs with NCCL or between processes of this machine with gloo.
 
     On GPUs once with peer-to-peer copies and once without: where both are equal, the GPUs exchange through the host.
@@ -72,7 +72,7 @@ def bench_comm(ranks: int | None = None, sizes: Sequence[int] = DEFAULT_SIZES) -
         for times in zip(*results, strict=True):  # a collective ends with its slowest rank
             rows.append(_measurement(max(times, key=lambda found: found.seconds), ranks, note))
     title = f"bus bandwidth between {ranks} ranks of this machine ({backend}), median of the repeats"
-    return BenchReport("comm", title, this_machine(), rows)
+    return MeasurementReport("comm", title, this_machine(), rows)
 
 
 def _measurement(slowest: CollectiveTime, ranks: int, note: str) -> Measurement:
@@ -113,10 +113,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 def _pass_on(data: Tensor, received: Tensor) -> None:
     """To the next rank of a ring, from the one before."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    exchange = [
-        dist.P2POp(dist.isend, data, (rank + 1) % ranks),
-        dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-    ]
+    exchange = [dist.P2POp(dist.isend, data, (rank + 1) % ranks), dist.P2POp(dist.irecv, received, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
 

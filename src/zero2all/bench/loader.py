@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from zero2all.bench.measurements import BenchReport, Measurement, this_machine
-from zero2all.console import progress
-from zero2all.hardware import pick_device, synchronize
+from zero2all.base.console import progress
+from zero2all.base.machine.devices import pick_device, synchronize
+from zero2all.bench.measurements import Measurement, MeasurementReport, this_machine
 from zero2all.parallel.mesh import split_batch
 from zero2all.recipe import Recipe
 from zero2all.tokens import TokenStore
@@ -23,11 +23,11 @@ from zero2all.train.run import require_data
 READERS = (1, 2, 4)  # threads that read at once: ranks of one machine share its disk and memory
 
 
-def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> BenchReport:
+def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> MeasurementReport:
     """Tokens per second of reading alone, by several readers at once, and of the loader that training uses."""
     require_data(recipe)
     store = TokenStore(recipe.tokens_dir, "train")
-    plan, masked = (Plan(_with_mask(recipe, on), store) for on in (False, True))
+    plan, masked = (Plan(_with_mask(recipe, document_mask=on), store) for on in (False, True))
     count = min(batches, plan.total_steps)
     tokens = sum(_step_tokens(plan, step) for step in range(count))
     device = pick_device(recipe.train.device)
@@ -37,8 +37,8 @@ def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> BenchRep
     sides["loader, copied to the device"] = partial(_iterate, plan, count, copier, device)
     sides["loader, copied to the device, with document starts"] = partial(_iterate, masked, count, copier, device)
     if device.type == "cuda":
-        sides["copy from pageable memory"] = partial(_copy, plan, count, device, False)
-        sides["copy from pinned memory"] = partial(_copy, plan, count, device, True)
+        sides["copy from pageable memory"] = partial(_copy, plan, count, device, pinned=False)
+        sides["copy from pinned memory"] = partial(_copy, plan, count, device, pinned=True)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with progress("loader", rounds * len(sides)) as advance:
         for _ in range(rounds):
@@ -50,10 +50,10 @@ def bench_loader(recipe: Recipe, batches: int = 50, rounds: int = 3) -> BenchRep
     rows = [Measurement(name, tokens / min(took), "tokens/s") for name, took in seconds.items()]
     stage = plan.stages[0].recipe
     title = f"{count} batches of {stage.batch_tokens:,} tokens in rows of {stage.seq_len}, fastest of {rounds} rounds"
-    return BenchReport("loader", title, this_machine(), rows)
+    return MeasurementReport("loader", title, this_machine(), rows)
 
 
-def _with_mask(recipe: Recipe, document_mask: bool) -> Recipe:
+def _with_mask(recipe: Recipe, *, document_mask: bool) -> Recipe:
     train = recipe.train.model_copy(update={"document_mask": document_mask})
     return recipe.model_copy(update={"train": train})
 
@@ -85,7 +85,7 @@ def _iterate(plan: Plan, count: int, copier: BatchCopier | None, device: torch.d
     synchronize(device)
 
 
-def _copy(plan: Plan, count: int, device: torch.device, pinned: bool) -> None:
+def _copy(plan: Plan, count: int, device: torch.device, *, pinned: bool) -> None:
     batch = read_batch(plan, 0)
     inputs = batch.inputs.pin_memory() if pinned else batch.inputs
     for _ in range(count):

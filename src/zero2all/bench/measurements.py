@@ -1,4 +1,4 @@
-"""Measurements with a name and a unit, as a table, and compared with those of an earlier report."""
+"""Measurements with a name and a unit, as a table, and their comparison with an earlier report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 
 from zero2all import __version__
-from zero2all.charts.table import markdown_table
-from zero2all.errors import UsageError, Z2aError
-from zero2all.hardware import synchronize
-from zero2all.io import write_json, write_text
-from zero2all.records import decode_json, parse_record, to_json
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_json, write_text
+from zero2all.base.machine.devices import synchronize
+from zero2all.base.records import decode_json, parse_record, to_json
 
 Unit = Literal["tokens/s", "MB/s", "GB/s", "ms"]
 LOWER_IS_BETTER: tuple[Unit, ...] = ("ms",)
@@ -43,7 +43,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class BenchReport:
+class MeasurementReport:
     """The JSON file of ``z2a bench loader | comm | checkpoint``."""
 
     benchmark: str
@@ -67,7 +67,7 @@ def wall_seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def read_report(path: Path, benchmark: str) -> BenchReport:
+def read_report(path: Path, benchmark: str) -> MeasurementReport:
     """An earlier report of the same benchmark."""
     try:
         found = decode_json(path.read_text())
@@ -76,7 +76,7 @@ def read_report(path: Path, benchmark: str) -> BenchReport:
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} is not a report of 'z2a bench {benchmark}': {error}") from None
     try:
-        report = parse_record(BenchReport, found, str(path))
+        report = parse_record(MeasurementReport, found, str(path))
     except Z2aError as error:
         raise UsageError(f"{path} is not a report of 'z2a bench {benchmark}': {error}") from None
     if report.benchmark != benchmark:
@@ -84,7 +84,7 @@ def read_report(path: Path, benchmark: str) -> BenchReport:
     return report
 
 
-def speedups(report: BenchReport, earlier: BenchReport) -> dict[str, float]:
+def speedups(report: MeasurementReport, earlier: MeasurementReport) -> dict[str, float]:
     """How many times as fast each measurement is as in the earlier report; what only one has is left out."""
     before = {row.name: row for row in earlier.measurements}
     found = {}
@@ -95,7 +95,7 @@ def speedups(report: BenchReport, earlier: BenchReport) -> dict[str, float]:
     return found
 
 
-def regressions(report: BenchReport, earlier: BenchReport) -> list[str]:
+def regressions(report: MeasurementReport, earlier: MeasurementReport) -> list[str]:
     """A line for each measurement that is slower by more than 10%."""
     rows = {row.name: row for row in report.measurements}
     before = {row.name: row for row in earlier.measurements}
@@ -106,7 +106,7 @@ def regressions(report: BenchReport, earlier: BenchReport) -> list[str]:
     ]
 
 
-def report_markdown(report: BenchReport, earlier: BenchReport | None = None) -> str:
+def report_markdown(report: MeasurementReport, earlier: MeasurementReport | None = None) -> str:
     """A table; with an earlier report also its values and the speedup since."""
     machine = report.machine
     devices = f", {len(machine.devices)} x {machine.devices[0]}" if machine.devices else ""

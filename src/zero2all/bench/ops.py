@@ -1,6 +1,6 @@
 """``z2a bench ops``: what each kernel and each size costs in a training step, on this machine.
 
-The rows are in ``variants``. Each row runs in its own process, rows alternate, and a row's time is that of its fastest
+The rows are in ``variants``. Each row runs in its own process, rows alternate, and a row's time is its fastest
 round: other work on the machine only ever adds.
 """
 
@@ -15,12 +15,10 @@ from typing import Annotated
 import torch
 from pydantic import PlainSerializer
 
-from zero2all.bench.step import Clock, StepOptions, bench_config, measure_in_process
-from zero2all.bench.variants import KERNELS_TABLE, Sweep, Variant, kernel_variants, sweep_variants
-from zero2all.charts.table import markdown_table
-from zero2all.console import say
-from zero2all.errors import Z2aError
-from zero2all.hardware import (
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.console import say
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import (
     PeakFlops,
     compute_dtype,
     device_title,
@@ -30,17 +28,19 @@ from zero2all.hardware import (
     pick_device,
     wants_compile,
 )
+from zero2all.base.units import show_bytes
+from zero2all.bench.step import Clock, StepOptions, bench_config, measure_in_process
+from zero2all.bench.variants import KERNELS_TABLE, StepVariant, Sweep, kernel_variants, sweep_variants
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig, OpsRecipe, Recipe
-from zero2all.units import show_bytes
 
 
 @dataclass
 class OpsMeasurement:
     """One row, and the best that was measured of it."""
 
-    variant: Variant
+    variant: StepVariant
     seconds: float = math.inf
     peak_bytes: int = 0
     loss: float = math.nan
@@ -72,7 +72,7 @@ class OpsRow(RowSettings):
     tflops: float
     mfu: float
     mfu_palm: float
-    """By PaLM's count of FLOPs, which many others report."""
+    """The MFU by PaLM's count of FLOPs, which many others report."""
     peak_bytes: int
     loss: float
 
@@ -97,7 +97,7 @@ class OpsReport:
     micro_batch_tokens: int
     seq_len: int
     flops_per_token: int
-    """Of the recipe's own shape."""
+    """FLOPs of the recipe's own shape."""
     peak: PeakFlops
     clock: Clock
     rounds: int
@@ -121,7 +121,7 @@ def bench_ops(
 ) -> OpsReport:
     """Measure every row ``rounds`` times, alternating. Returns the report; ``ops_markdown`` formats it.
 
-    The rows are those of the kernels, or with ``sweeps`` those of the sweeps. With ``compiled`` they are also measured
+    The rows are the kernels, or with ``sweeps`` the points of the sweeps. With ``compiled`` they are also measured
     with torch.compile; by default where training would use it.
     """
     device = pick_device(recipe.train.device)
@@ -129,7 +129,7 @@ def bench_ops(
     variants = list(sweep_variants(recipe, sweeps) if sweeps else kernel_variants(recipe, device, subsets))
     also_compiled = wants_compile("auto" if compiled is None else compiled, device)
     rows = [
-        OpsMeasurement(variant.with_compile(compile))
+        OpsMeasurement(variant.with_compile(compile=compile))
         for compile in ((False, True) if also_compiled else (False,))
         for variant in variants
     ]
@@ -174,7 +174,7 @@ def _measure_row(row: OpsMeasurement, steps: int, timeout: float) -> None:
     row.loss, row.clock = measured.loss, measured.clock
 
 
-def _token_flops(variant: Variant) -> tuple[int, int]:
+def _token_flops(variant: StepVariant) -> tuple[int, int]:
     """FLOPs of a token by our count and by PaLM's."""
     config, seq_len = bench_config(variant.recipe, variant.options), variant.recipe.train.seq_len
     palm = palm_flops_per_token(config, count_parameters(config).active, seq_len)

@@ -14,6 +14,9 @@ from pydantic import computed_field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.console import progress
+from zero2all.base.torch_private import silence_redistribute_warning
 from zero2all.bench.parity_cases import (
     GRADIENT_TOLERANCE,
     LENGTH,
@@ -25,14 +28,11 @@ from zero2all.bench.parity_cases import (
     cases,
 )
 from zero2all.bench.rank_harness import stream_jobs
-from zero2all.charts.table import markdown_table
-from zero2all.console import progress
-from zero2all.model import document_starts
+from zero2all.model import ModelInputs, document_starts
+from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.parallel.mesh import ParallelDims, ParallelMesh
 from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import silence_redistribute_warning
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
 
 END_OF_TEXT, SEED = 0, 7
 LAYOUTS_PER_PROCESS = 8
@@ -94,12 +94,13 @@ def measure_parity(
     steps: int = 20,
     setups: Sequence[TrainingSetup] = TRAINING_SETUPS,
     seconds: float = 7200,
+    *,
     detail: bool = False,
 ) -> Iterator[ParityResult]:
     """Train every layout with every setup it supports, and yield each result as it comes.
 
     Layouts of the same world size share their processes, a few at a time: starting them takes seconds, and after
-    dozens of layouts in one process torch 2.13 has been seen to break its own memory. Those of few ranks come first.
+    dozens of layouts in one process, torch 2.13 is known to break its own memory. Layouts of few ranks come first.
     """
     trials = [Trial(case, setup, steps) for case in selected for setup in setups if setup.supports(case)]
     alone = {_reference_key(trial): trial for trial in trials}
@@ -119,7 +120,7 @@ def measure_parity(
 
 
 def _merge_ranks(seen: Sequence[RankComparison], references: dict[Any, _RunMetrics]) -> ParityResult:
-    """As the rank saw it that was farthest off: pipeline ranks know different parameters. Each must have a gradient."""
+    """The result of the rank farthest off: pipeline ranks know different parameters. Each must have a gradient."""
     farthest = max((compared.result for compared in seen), key=lambda result: result.gradient)
     names = {name for compared in seen for name in compared.parameters}
     if names != references[_reference_key(seen[0].trial)].gradients.keys():
@@ -199,17 +200,13 @@ def _run(trial: Trial) -> _RunMetrics:
         batch, ends = (rows[first:last] for rows in _synthetic_batch(step))
         tokens, targets = batch[:, :-1], batch[:, 1:]
         starts = document_starts(ends[:, :-1]) if setup.document_mask else None
+        inputs = ModelInputs(tokens, targets, doc_starts_BS=starts)
         losses = parallel_model.forward_backward(
-            tokens, targets, SAMPLES * LENGTH, starts, case.micro_batch_size, dropout_seed=step
+            inputs, SAMPLES * LENGTH, micro_batch_size=case.micro_batch_size, dropout_seed=step
         )
         if step == 0:
-            run.gradients.update(
-                {
-                    name: _full_tensor(p.grad)
-                    for name, p in parallel_model.model.named_parameters()
-                    if p.grad is not None
-                }
-            )
+            trained = ((name, p.grad) for name, p in parallel_model.model.named_parameters() if p.grad is not None)
+            run.gradients.update({name: _full_tensor(gradient) for name, gradient in trained})
         run.grad_norms.append(parallel_model.clip_grad_norm_(1.0).item())
         for optimizer in optimizers:
             optimizer.step()

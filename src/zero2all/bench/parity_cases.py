@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.parallel.mesh import ParallelDims, even_micro_batch_size
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe, TrainRecipe
 from zero2all.recipe.model import LoraConfig
@@ -52,7 +52,7 @@ class ParityCase:
 
     @property
     def samples_per_micro_batch(self) -> int:
-        """As ``ParallelModel`` takes them."""
+        """The number that ``ParallelModel`` takes."""
         own = SAMPLES // self.dims.dp
         stages = self.parallel.pp * self.parallel.stages_per_rank
         return self.micro_batch_size or (even_micro_batch_size(own, 2 * stages) if stages > 1 else own)
@@ -108,7 +108,7 @@ class TrainingSetup:
         return not any(parallel_mistakes(self.model_config(case), train, parallel))
 
     def model_config(self, case: ParityCase) -> ModelConfig:
-        """As small as every layout allows: heads for tp 4 with grouped queries, a layer for each stage."""
+        """The smallest model that every layout allows: heads for tp 4 with grouped queries, a layer for each stage."""
         moe = None
         if case.moe:
             is_aux = self.model_variant == "balance loss"
@@ -135,16 +135,12 @@ class TrainingSetup:
         )
 
     def optimizer_recipe(self) -> OptimizerRecipe:
-        # SGD at 0.3 is chaotic here: one process that adds up its samples in another order is 4e-2 off after 20 steps.
-        # At 0.03 it learns as fast and stays within 4e-7.
-        lr = 0.03 if self.optimizer == "sgd" else 3e-3
+        # At higher rates rounding grows: one process that adds up its samples in another order is off after 20 steps by
+        # 4e-2 with SGD at 0.3 (4e-7 at 0.03), by 1.5e-4 with Adafactor at 3e-3 and 8 layers (3e-8 at 3e-4), and by 2e-6
+        # with AdamW at 3e-3 and 8 layers (8e-8 at 1e-3).
+        lr = {"sgd": 0.03, "adamw": 1e-3, "adafactor": 3e-4, "muon": 3e-3}[self.optimizer]
         return OptimizerRecipe(
-            name=self.optimizer,
-            lr=lr,
-            muon_lr=0.005,
-            muon_dtype=self.muon_dtype,
-            momentum=0.9,
-            weight_decay=0.01,
+            name=self.optimizer, lr=lr, muon_lr=0.005, muon_dtype=self.muon_dtype, momentum=0.9, weight_decay=0.01
         )
 
 
@@ -167,7 +163,7 @@ TRAINING_SETUPS = (
 )
 
 
-def _case(name: str, ranks: int, micro_batch_size: int | None = None, moe: bool = False, **sizes: Any) -> ParityCase:
+def _case(name: str, ranks: int, micro_batch_size: int | None = None, *, moe: bool = False, **sizes: Any) -> ParityCase:
     recipe = ParallelRecipe(**sizes)
     return ParityCase(name, ranks, recipe, moe, max(4, recipe.pp * recipe.stages_per_rank), micro_batch_size)
 
@@ -221,7 +217,7 @@ def select_cases(patterns: Sequence[str] | None) -> list[ParityCase]:
 
 
 def select_setups(patterns: Sequence[str] | None) -> list[TrainingSetup]:
-    """As :func:`select_cases`."""
+    """Setups that match any of the patterns, as in :func:`select_cases`."""
     chosen = _match("setup", [setup.name for setup in TRAINING_SETUPS], patterns)
     return [setup for setup in TRAINING_SETUPS if setup.name in chosen]
 

@@ -11,14 +11,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from zero2all.console import warn
-from zero2all.errors import Z2aError
-from zero2all.processes import watch_parent
+from zero2all.base.console import warn
+from zero2all.base.errors import Z2aError
+from zero2all.base.processes import watch_parent
 
 Backend = Literal["gloo", "nccl"]
 # Imported once, in the process that ranks are forked from: in each of them it would take seconds. That process computes
@@ -56,7 +57,7 @@ def stream_ranks(
     detail: bool = False,
     backend: Backend = "gloo",
 ) -> Iterator[list[Any]]:
-    """As :func:`run_ranks` for a function that yields: the first value of every rank once all have it, and so on."""
+    """Like :func:`run_ranks`, for a generator: yield the first value of every rank once all have it, and so on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Pickled here: multiprocessing would send every tensor as a file descriptor, and a fork server takes 253 of them.
@@ -65,8 +66,8 @@ def stream_ranks(
         processes, pipes = [], []
         for rank in range(ranks):
             receive, send = context.Pipe(duplex=False)
-            job = (rank, ranks, directory, seconds, detail, backend, dict(os.environ), send, call)
-            processes.append(context.Process(target=_rank_main, args=job, daemon=True))
+            job = _RankJob(rank, ranks, Path(directory), seconds, detail, backend, dict(os.environ), call)
+            processes.append(context.Process(target=_rank_main, args=(job, send), daemon=True))
             processes[-1].start()
             send.close()
             pipes.append(receive)
@@ -85,7 +86,7 @@ def stream_ranks(
 def stream_jobs(
     ranks: int, function: Callable[..., Iterator[Any]], jobs: Sequence[Any], *args: Any, seconds: float, detail: bool
 ) -> Iterator[list[Any]]:
-    """As :func:`stream_ranks` for ``function(jobs, *args)``, which yields a value for each job, in order.
+    """Run ``function(jobs, *args)`` on ranks; it yields a value for each job, in order.
 
     After a crash of native code the jobs without a value are repeated once, in new processes: gloo's event loop
     in torch 2.13 has been seen to crash after dozens of process groups.
@@ -141,37 +142,42 @@ def _collect(pipes: list[Connection], deadline: float) -> Iterator[list[Any]]:
 
 
 def _last_messages(working: dict[Connection, int], receive: Callable[[Connection], Z2aError | None]) -> list[Z2aError]:
-    """Of the other ranks after a failure: what they had sent before is not lost with it, and a rank that died may be
-    seen a moment after those that waited for it."""
+    """Failures of the other ranks: what they had sent before is not lost with it, and a rank that died may be seen a
+    moment after those that waited for it."""
     failures, deadline = [], time.monotonic() + GRACE_SECONDS
     while ready := wait(list(working), timeout=max(0.0, deadline - time.monotonic())):
         failures += [failure for pipe in ready if (failure := receive(cast(Connection, pipe))) is not None]
     return failures
 
 
-def _rank_main(
-    rank: int,
-    ranks: int,
-    directory: str,
-    seconds: float,
-    detail: bool,
-    backend: Backend,
-    environment: dict[str, str],
-    send: Connection,
-    call: bytes,
-) -> None:
+@dataclass(frozen=True)
+class _RankJob:
+    """What a process needs to be a rank."""
+
+    rank: int
+    ranks: int
+    directory: Path
+    seconds: float
+    detail: bool
+    backend: Backend
+    environment: dict[str, str]
+    call: bytes
+    """The pickled function with its arguments."""
+
+
+def _rank_main(job: _RankJob, send: Connection) -> None:
     watch_parent()
     gc.freeze()  # what was imported before the fork: a collection would only copy its pages
     os.environ.clear()  # of the first call
-    os.environ.update(environment)
+    os.environ.update(job.environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
     import torch
     import torch.distributed as dist
 
-    from zero2all.torch_private import DebugLevel, FileStore, set_debug_level
+    from zero2all.base.torch_private import DebugLevel, FileStore, set_debug_level
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    if detail:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
+    if job.detail:
         set_debug_level(DebugLevel.DETAIL)
 
     def send_message(kind: str, value: Any) -> None:
@@ -179,11 +185,12 @@ def _rank_main(
         send.send_bytes(pickle.dumps((kind, value)))
 
     try:
-        store = FileStore(str(Path(directory) / "store"), ranks)
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
-        function, args = pickle.loads(call)
+        store = FileStore(str(job.directory / "store"), job.ranks)
+        if job.backend == "nccl":
+            torch.cuda.set_device(job.rank)
+        limit = timedelta(seconds=job.seconds)
+        dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
+        function, args = pickle.loads(job.call)
         for value in function(*args):
             send_message("value", value)
     except BaseException:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.console import progress
+from zero2all.base.machine.devices import compute_dtype, device_title, pick_device
 from zero2all.bench.measurements import wall_seconds
-from zero2all.charts.table import markdown_table
-from zero2all.console import progress
-from zero2all.hardware import compute_dtype, device_title, pick_device
 from zero2all.recipe import Recipe
 
 SEARCH_RANGE = 0.06  # how far from 8/3 of the hidden size is looked
@@ -157,7 +157,7 @@ def _swiglu_rule(own: int, best: int, timings: list[Timing]) -> ShapeRule:
 
 
 def best_size(timings: list[Timing], centre: float) -> int:
-    """The nearest to the centre of those that are as good as the fastest."""
+    """The size nearest to the centre among all that are as good as the fastest."""
     top = max(timing.flops for timing in timings)
     good = [timing.intermediate_size for timing in timings if timing.flops >= (1 - SPEED_TOLERANCE) * top]
     return min(good, key=lambda size: abs(size - centre))

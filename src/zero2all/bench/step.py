@@ -16,17 +16,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zero2all.errors import Z2aError
-from zero2all.hardware import compute_dtype, pick_device, synchronize, wants_compile
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import compute_dtype, pick_device, synchronize, wants_compile
+from zero2all.base.processes import end_with_parent
+from zero2all.base.records import parse_record
 from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
 from zero2all.model.cost.model_size import weight_dtype
 from zero2all.model.ops.attention import AttentionBackend
 from zero2all.model.weights import set_weight_dtype
-from zero2all.processes import end_with_parent
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.recipe import ModelConfig, Recipe, parse_recipe, recipe_yaml
-from zero2all.records import parse_record
-from zero2all.train.optimizer import build_optimizers
 
 Clock = Literal["wall", "CPU"]
 Layout = Literal["BSHE", "BHSE", "SBHE"]
@@ -199,9 +199,9 @@ class StepOrder:
 class StepMeasurement:
     clock: Clock
     first_seconds: float
-    """With warming up."""
+    """The first step, with warming up."""
     seconds: list[float]
-    """Of each step after it."""
+    """The duration of each step after the first."""
     peak_bytes: int
     loss: float
 

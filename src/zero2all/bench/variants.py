@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from zero2all.base.errors import UsageError
 from zero2all.bench.step import Layout, StepOptions
-from zero2all.errors import UsageError
 from zero2all.model.ops import choose_kernels
 from zero2all.model.ops.registry import OPS
 from zero2all.recipe import ModelConfig, Recipe
@@ -26,7 +26,7 @@ SWEEPS: tuple[Sweep, ...] = get_args(Sweep)
 
 
 @dataclass(frozen=True)
-class Variant:
+class StepVariant:
     """One configuration of the step."""
 
     table: str
@@ -38,12 +38,14 @@ class Variant:
     def compile(self) -> bool:
         return self.recipe.train.compile is True
 
-    def with_compile(self, compile: bool) -> Variant:
+    def with_compile(self, *, compile: bool) -> StepVariant:
         train = self.recipe.train.model_copy(update={"compile": compile})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
 
-def kernel_variants(recipe: Recipe, device: torch.device, subsets: Sequence[Sequence[str]] = ()) -> Iterator[Variant]:
+def kernel_variants(
+    recipe: Recipe, device: torch.device, subsets: Sequence[Sequence[str]] = ()
+) -> Iterator[StepVariant]:
     """None fused, all, all but one, one replaced by another fused kernel, only a few.
 
     Kernels are named explicitly, so that a row means the same in every process.
@@ -55,9 +57,9 @@ def kernel_variants(recipe: Recipe, device: torch.device, subsets: Sequence[Sequ
     }
     plain = dict.fromkeys(fused, REFERENCE)
 
-    def variant(name: str, kernels: dict[str, str], plain_adamw: bool = False) -> Variant:
+    def variant(name: str, kernels: dict[str, str], *, plain_adamw: bool = False) -> StepVariant:
         model = recipe.model.model_copy(update={"ops": recipe.model.ops.model_copy(update=kernels)})
-        return Variant(
+        return StepVariant(
             KERNELS_TABLE, name, recipe.model_copy(update={"model": model}), StepOptions(plain_adamw=plain_adamw)
         )
 
@@ -93,7 +95,7 @@ def find_sweep(name: str) -> Sweep:
     raise UsageError(f"no sweep {name!r}; there are {', '.join(SWEEPS)}")
 
 
-def sweep_variants(recipe: Recipe, sweeps: Sequence[Sweep]) -> Iterator[Variant]:
+def sweep_variants(recipe: Recipe, sweeps: Sequence[Sweep]) -> Iterator[StepVariant]:
     for sweep in sweeps:
         yield from _SWEEP_ROWS[sweep](recipe)
 
@@ -103,23 +105,23 @@ def _with_model(recipe: Recipe, **sizes: Any) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def _vocabulary(recipe: Recipe) -> Iterator[Variant]:
+def _vocabulary(recipe: Recipe) -> Iterator[StepVariant]:
     """A multiple of 64 rows, one row more, and what the model makes of that."""
     rows = recipe.model.padded_vocab_size
-    yield Variant("vocabulary", f"{rows} rows", _with_model(recipe, vocab_size=rows))
+    yield StepVariant("vocabulary", f"{rows} rows", _with_model(recipe, vocab_size=rows))
     more = _with_model(recipe, vocab_size=rows + 1)
-    yield Variant("vocabulary", f"{rows + 1} rows", more, StepOptions(unpadded_vocabulary=True))
-    yield Variant("vocabulary", f"{rows + 1} tokens, padded to {rows + 64} rows", more)
+    yield StepVariant("vocabulary", f"{rows + 1} rows", more, StepOptions(unpadded_vocabulary=True))
+    yield StepVariant("vocabulary", f"{rows + 1} tokens, padded to {rows + 64} rows", more)
 
 
-def _hidden(recipe: Recipe) -> Iterator[Variant]:
+def _hidden(recipe: Recipe) -> Iterator[StepVariant]:
     """Aligned and not, with the same heads."""
     for more in (0, 1, 8, 64):
         size = recipe.model.hidden_size + more
-        yield Variant("hidden", str(size), _with_model(recipe, hidden_size=size, head_dim=recipe.model.head_size))
+        yield StepVariant("hidden", str(size), _with_model(recipe, hidden_size=size, head_dim=recipe.model.head_size))
 
 
-def _heads(recipe: Recipe) -> Iterator[Variant]:
+def _heads(recipe: Recipe) -> Iterator[StepVariant]:
     """Many small heads or few large ones, with the same parameters."""
     model = recipe.model
     queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_key_value_heads))
@@ -127,10 +129,10 @@ def _heads(recipe: Recipe) -> Iterator[Variant]:
         if queries % size == 0 and keys % size == 0:
             heads = {"num_attention_heads": queries // size, "num_key_value_heads": keys // size, "head_dim": size}
             name = f"{queries // size} heads of {size}, {keys // size} key-value heads"
-            yield Variant("heads", name, _with_model(recipe, **heads))
+            yield StepVariant("heads", name, _with_model(recipe, **heads))
 
 
-def _micro_batch(recipe: Recipe) -> Iterator[Variant]:
+def _micro_batch(recipe: Recipe) -> Iterator[StepVariant]:
     """The same batch in fewer and fewer micro-batches."""
     train = recipe.train
     for samples in range(1, train.batch_samples + 1):
@@ -138,12 +140,12 @@ def _micro_batch(recipe: Recipe) -> Iterator[Variant]:
             tokens = samples * train.seq_len
             small = train.model_copy(update={"micro_batch_tokens": tokens})
             name = f"{samples} x {train.seq_len} tokens, {train.batch_samples // samples} micro-batches"
-            yield Variant("micro-batch", name, recipe.model_copy(update={"train": small}))
+            yield StepVariant("micro-batch", name, recipe.model_copy(update={"train": small}))
 
 
-def _layout(recipe: Recipe) -> Iterator[Variant]:
+def _layout(recipe: Recipe) -> Iterator[StepVariant]:
     for layout in get_args(Layout):
-        yield Variant("layout", layout, recipe, StepOptions(layout=layout))
+        yield StepVariant("layout", layout, recipe, StepOptions(layout=layout))
 
 
 _SWEEP_ROWS = {

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import decode_json, parse_record
+from zero2all.base.torch_private import storage_info
 from zero2all.checkpoint.integrity import DamagedError
-from zero2all.errors import Z2aError
-from zero2all.records import decode_json, parse_record
-from zero2all.torch_private import storage_info
 
 INDEX_FILE: Final = "chunks.parquet"
 DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -51,7 +51,7 @@ class IndexedTensor:
 
     @property
     def entry(self) -> TensorStorageMetadata:
-        """As DCP describes it, without its chunks."""
+        """The description that DCP uses, without chunks."""
         return TensorStorageMetadata(TensorProperties(dtype=DTYPES[self.dtype]), torch.Size(self.size), [])
 
 
@@ -61,7 +61,7 @@ class IndexHeader:
     """Sorted by name."""
     files: list[str]
     metadata_sha256: str = ""
-    """Of the ``.metadata`` that says the same. Empty in the index of one rank."""
+    """Checksum of the ``.metadata`` with the same content. Empty in the index of one rank."""
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.futures import Future as TorchFuture
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.paths import RemotePath, open_bytes
+from zero2all.base.torch_private import fsspec_filesystem, local_shape_and_offset, storage_info
 from zero2all.checkpoint.chunk_index import DTYPES, INDEX_FILE, ChunkIndex, Region
-from zero2all.checkpoint.flash import ShardSpec, StagedSlot, map_slot
 from zero2all.checkpoint.integrity import DamagedError, read_manifest_of_checkpoint
 from zero2all.checkpoint.pickle_scan import call_with_stack_for, check_numbers
-from zero2all.errors import Z2aError
-from zero2all.paths import RemotePath, open_bytes
-from zero2all.torch_private import fsspec_filesystem, local_shape_and_offset, storage_info
+from zero2all.checkpoint.slot_format import ShardSpec
+from zero2all.checkpoint.staged_slot import StagedSlot, map_slot
 
 T = TypeVar("T")
 ALLOWED_CLASSES: Final = {
@@ -259,7 +260,7 @@ class CheckpointReader(FileSystemReader):
         return self._index
 
     def _select(self, wanted: dict[str, Region | None]) -> Metadata:
-        """The metadata of what is wanted; without an index that of everything."""
+        """The metadata of the wanted tensors; without an index, the metadata of all tensors."""
         index = self._read_index()
         return self.read_metadata() if index is None else index.metadata(wanted)
 

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import sha256_file
+from zero2all.base.processes import end_with_parent
 from zero2all.checkpoint.chunk_index import INDEX_FILE, ChunkIndex
 from zero2all.checkpoint.rank_group import RankGroup
-from zero2all.errors import Z2aError
-from zero2all.io import sha256_file
-from zero2all.processes import end_with_parent
 
 KEY_DTYPE: Final = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<i8")])
 Keys = NDArray[Any]  # of KEY_DTYPE
@@ -52,7 +52,7 @@ class SavePlanCache:
         self._chosen: NDArray[np.bool_] = np.zeros(0, bool)
 
     def write_items(self, shards: dict[str, Tensor], rank_group: RankGroup) -> list[WriteItem]:
-        """Called on all ranks."""
+        """The shards that this rank writes. Called on all ranks."""
         items = [
             item
             for item in create_default_local_save_plan(shards, is_coordinator=True).items
@@ -69,13 +69,13 @@ class SavePlanCache:
 
 
 def _is_empty_shard(item: WriteItem) -> bool:
-    """Ranks without a part of a tensor: the offsets of an empty shard may be those of another."""
+    """Return whether a rank has no part of a tensor: an empty shard may have the offsets of another shard."""
     assert item.tensor_data is not None
     return 0 in item.tensor_data.chunk.sizes and 0 not in item.tensor_data.size
 
 
 def shard_keys(items: Sequence[WriteItem]) -> Keys:
-    """What identifies each shard, and its size. A hash of 128 bits: no two shards of a run have the same."""
+    """The key of each shard, and its size. A key is a hash of 128 bits: no two shards of a run have the same."""
     keys = np.zeros(len(items), KEY_DTYPE)
     for number, item in enumerate(items):
         text = f"{item.index.fqn}\0{tuple(item.index.offset or ())}"
@@ -85,7 +85,7 @@ def shard_keys(items: Sequence[WriteItem]) -> Keys:
 
 
 def assign_writers(keys: Sequence[Keys]) -> list[NDArray[np.bool_]]:
-    """For every rank, which of its shards it writes: each shard once, and replicas evenly by bytes."""
+    """The shards that every rank writes: each shard once, and replicas evenly by bytes."""
     rank = np.repeat(np.arange(len(keys)), [len(of_rank) for of_rank in keys])
     everything = np.concatenate(keys)
     order = np.lexsort((rank, everything["low"], everything["high"]))
@@ -120,14 +120,14 @@ def _mix(rank: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class _SharedFiles:
-    """What rank 0 writes beside the shards, compressed: it is the same for every checkpoint of a layout."""
+    """The files that rank 0 writes beside the shards, compressed: the same for every checkpoint of a layout."""
 
     metadata: bytes
     index: bytes
 
 
 class CheckpointWriter:
-    """Keeps the plan of a run's checkpoints.
+    """Writes the checkpoints of a run, and keeps the plan from one to the next.
 
     >>> files = CheckpointWriter().write(directory, shards, rank_group)
     """
@@ -152,7 +152,7 @@ class CheckpointWriter:
         mine = b""
 
         def write_shards() -> bool:
-            """Whether rank 0 knows the index of what was written."""
+            """Return whether rank 0 knows the index of the written files."""
             nonlocal mine
             try:
                 index = _write_shards(place, shards, SavePlan(plan), rank_group.rank)

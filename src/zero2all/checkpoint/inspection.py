@@ -11,16 +11,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore, checkpoint_step
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import MANIFEST, read_json
+from zero2all.base.manifest import all_files
+from zero2all.base.paths import RemotePath
+from zero2all.base.records import first_problem
+from zero2all.checkpoint.checkpoint_directory import STATE_FILE, checkpoint_step
+from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.dcp_reader import read_metadata
-from zero2all.checkpoint.flash import StagedSlot, find_staged_slots
 from zero2all.checkpoint.integrity import IntegrityResult, read_checksums, verify_sizes
 from zero2all.checkpoint.restore import StorageTier
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import MANIFEST, all_files, read_json
-from zero2all.paths import RemotePath
+from zero2all.checkpoint.staged_slot import StagedSlot, find_staged_slots
 from zero2all.recipe import ModelConfig
-from zero2all.records import first_problem
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class ParameterDifference:
     largest: float
     """Absolute difference of one value."""
     relative: float
-    """To the largest absolute value of the parameter."""
+    """The largest difference divided by the largest absolute value of the parameter."""
 
 
 def list_checkpoints(checkpoints: CheckpointStore, flash_directory: Path | None) -> list[CheckpointListing]:
-    """Durable ones, then those in this machine's memory, oldest first. Only ``verify`` reads their data."""
+    """Durable checkpoints, then states in this machine's memory, oldest first. Their data is not read."""
     best = checkpoints.best_steps()[:1]
     rows = []
     for step in checkpoints.steps():
@@ -118,7 +120,7 @@ def _metadata_problem(path: Path) -> str | None:
     return None
 
 
-def remove_checkpoint(checkpoints: CheckpointStore, step: int, force: bool) -> None:
+def remove_checkpoint(checkpoints: CheckpointStore, step: int, *, force: bool) -> None:
     """Remove a durable checkpoint, but not the only valid one unless forced."""
     _require_step(checkpoints, step)
     others = [other for other in checkpoints.steps() if other != step]

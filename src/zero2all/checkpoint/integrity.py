@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zero2all.errors import Z2aError
-from zero2all.io import MANIFEST, sha256_file
-from zero2all.paths import RemotePath
-from zero2all.records import decode_json, parse_record
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import MANIFEST, sha256_file
+from zero2all.base.paths import RemotePath
+from zero2all.base.records import decode_json, parse_record
 
 MANIFEST_KIND = "checkpoint"
 RETRY_DELAYS = (0.5, 2.0)  # seconds: a file server usually recovers from a glitch by then
@@ -49,7 +49,7 @@ class CheckpointManifest:
     """SHA-256 of each file."""
     sizes: dict[str, int] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
-    """In an object store, what the store called each upload."""
+    """The name that an object store gave each upload."""
     unfinished: bool = False
 
 
@@ -117,7 +117,7 @@ def worst_result(results: Sequence[IntegrityResult]) -> IntegrityResult:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a checkpoint in an object store is one that a killed process was writing or removing.
+    """Return whether a killed process was writing or removing this checkpoint in an object store.
 
     An object store cannot rename: there the manifest is replaced last when writing and removed first when removing.
     """
@@ -173,7 +173,7 @@ def _read_manifest(path: Path, step: int) -> CheckpointManifest:
 
 
 def _sizes_and_etags(path: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Of the files, from one listing; a local file has no ETag."""
+    """The sizes and ETags of the files, from one listing; a local file has no ETag."""
     sizes, etags = dict[str, int](), dict[str, str]()
     if isinstance(path, RemotePath):
         for inner, (size, etag) in path.sizes_and_etags().items():

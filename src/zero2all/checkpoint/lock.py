@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero2all.directory_lock import LockUser, lock_directory
-from zero2all.environment import has_agent
-from zero2all.workspace import NEW_RUN_COMMAND
+from zero2all.base.directory_lock import LockUser, lock_directory
+from zero2all.base.environment import has_agent
+from zero2all.base.workspace import NEW_RUN_COMMAND
 
 LOCK_PATIENCE = 5.0  # seconds: restarted ranks may overlap with those they replace
 AGENT_LOCK_PATIENCE = 180.0  # a partitioned node holds the lock until its own agent notices

@@ -1,20 +1,13 @@
-"""Connections between ranks over which states travel: of replicas on other nodes, and of islands."""
+"""Connections between ranks over which states travel, for replicas on other nodes and for islands."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from zero2all.checkpoint.flash import BACKGROUND_NICENESS, run_in_background
-from zero2all.connection import (
-    HANDSHAKE_TIMEOUT,
-    Address,
-    Connection,
-    Server,
-    TamperedError,
-    connect,
-)
-from zero2all.console import warn
-from zero2all.errors import Z2aError
+from zero2all.base.console import warn
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.connection import HANDSHAKE_TIMEOUT, Address, Connection, Server, TamperedError, connect
+from zero2all.checkpoint.background import BACKGROUND_NICENESS, run_in_background
 
 SERVICE = "states"
 STALL_TIMEOUT = 30.0  # seconds without a byte after which a peer is lost
@@ -33,7 +26,7 @@ class PeerServer(Server):
 
     is_bulk = True
     niceness = BACKGROUND_NICENESS
-    """Of these threads, relative to training."""
+    """The priority of these threads relative to training."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         super().__init__(host, 0, SERVICE, secret)
@@ -41,7 +34,7 @@ class PeerServer(Server):
         self.start()
 
     def answer(self, peer: Connection) -> None:
-        """Called with each connection."""
+        """Serve one connection."""
         raise NotImplementedError
 
     def close(self) -> None:

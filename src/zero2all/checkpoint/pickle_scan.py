@@ -1,4 +1,4 @@
-"""What a pickle would cost to load, found out before it is loaded.
+"""The cost of loading a pickle, found out before it is loaded.
 
 Python's unpickler has two weaknesses that restricting names does not cure:
 
@@ -34,7 +34,7 @@ def check_numbers(data: bytes) -> None:
 
 
 def call_with_stack_for(data: bytes, load: Callable[[], T]) -> T:
-    """What ``load`` returns or raises, on a stack for every tuple of a pickle."""
+    """Call ``load`` on a stack with room for every tuple of a pickle."""
     tuples = sum(data.count(code) for code in TUPLES)
     if tuples <= SAFE_TUPLES:
         return load()

@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.torch_private import PrefixStore, default_store
 from zero2all.checkpoint.rank_tree import RankTree
-from zero2all.errors import Z2aError
-from zero2all.torch_private import PrefixStore, default_store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,8 +29,8 @@ _numbers = itertools.count()  # of the groups of this process: all ranks make th
 class RankGroup:
     """The ranks of a run, with their own connections: a thread may use it while training uses others.
 
-    Objects are pickled, and pass between the ranks of a job only, as those of ``dist.all_gather_object`` do. The
-    connections are those of a tree (``rank_tree``): their number does not grow with the number of ranks. No rank gets
+    Objects are pickled, and pass between the ranks of a job only, as in ``dist.all_gather_object``. The ranks are
+    connected as a tree (``rank_tree``): the connections of a rank do not grow with the number of ranks. No rank gets
     what it does not ask for: results are combined on their way to rank 0, which sends back what follows from them.
 
     In every method, if a function fails on one rank, all ranks fail with that rank's reason. ``while_waiting`` is
@@ -41,7 +41,7 @@ class RankGroup:
     """
 
     def __init__(self, members: Sequence[int] | None = None) -> None:
-        """Of all ranks, or of those that all ``members`` name; each has its place among them as its rank."""
+        """All ranks form the group, or all ``members``, each with its place among them as its rank."""
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         number, first = next(_numbers), 0
         if members is not None:

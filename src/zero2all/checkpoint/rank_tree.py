@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero2all.torch_private import PrefixStore, Store, gloo_group, receive_from_any
+from zero2all.base.torch_private import PrefixStore, Store, gloo_group, receive_from_any
 
 FAN_OUT = 32  # children of a rank: 1,024 ranks are two levels below rank 0, 33,000 are three
 _LENGTH_TAG, _PAYLOAD_TAG = 0, 1
@@ -52,21 +52,21 @@ class RankTree:
         return range(first, min(first + self._fan_out, self.world_size))
 
     def gather(self, mine: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """What each rank with children passes on: its own and theirs in one, by ``merge``. On rank 0 that is all."""
+        """Merge this rank's bytes with its children's, and pass them on. Rank 0 returns the bytes of all ranks."""
         merged = merge([mine, *self._receive_from_children()]) if self.children else mine
         if self._above is not None:
             _wait(_send(self._above, 0, merged))
         return merged
 
     def broadcast(self, payload: bytes) -> bytes:
-        """What rank 0 gave."""
+        """The payload of rank 0."""
         if self._above is not None:
             payload = self._receive_from_parent()
         self._send_to_children(dict.fromkeys(self.children, payload))
         return payload
 
     def scatter(self, parts: dict[int, bytes]) -> bytes:
-        """This rank's part of what rank 0 gave, by rank."""
+        """This rank's part of the parts that rank 0 has."""
         if self._above is not None:
             parts = unpack(self._receive_from_parent())
         below: dict[int, dict[int, bytes]] = {child: {} for child in self.children}
@@ -85,7 +85,7 @@ class RankTree:
         return rank
 
     def _receive_from_children(self) -> list[bytes]:
-        """Of each child in turn, received in the order in which they send."""
+        """The bytes of each child in turn, received in the order in which the children send."""
         payloads: dict[int, torch.Tensor] = {}
         pending = []
         for _ in self.children:
@@ -120,7 +120,7 @@ class RankTree:
 
 
 def pack(parts: dict[int, bytes]) -> bytes:
-    """Bytes by rank, as bytes."""
+    """Pack the parts of all ranks into one message."""
     heads = b"".join(_ENTRY.pack(rank, len(part)) for rank, part in parts.items())
     return b"".join([len(parts).to_bytes(8, "little"), heads, *parts.values()])
 
@@ -135,7 +135,7 @@ def unpack(packed: bytes) -> dict[int, bytes]:
 
 
 def _send(group: Any, to: int, payload: bytes) -> list[Any]:
-    """What to wait for."""
+    """Start to send, and return what to wait for."""
     sent = [group.send([torch.tensor([len(payload)])], to, _LENGTH_TAG)]
     if payload:
         sent.append(group.send([torch.frombuffer(bytearray(payload), dtype=torch.uint8)], to, _PAYLOAD_TAG))

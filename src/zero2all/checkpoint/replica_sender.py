@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zero2all.checkpoint.flash import Slot, SlotHeader, run_in_background
+from zero2all.base.console import say, warn
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.connection import Address, TamperedError
+from zero2all.base.units import show_bytes
+from zero2all.checkpoint.background import run_in_background
+from zero2all.checkpoint.flash import Slot
 from zero2all.checkpoint.peers import connect_peer
-from zero2all.checkpoint.replica_server import LAYOUT_FILE, RejectedStateError, Reply, Request
+from zero2all.checkpoint.replica_server import RejectedStateError, ReplicaRequest, Reply
+from zero2all.checkpoint.slot_format import LAYOUT_FILE, SlotHeader
 from zero2all.checkpoint.training_state import SentReplica
-from zero2all.connection import Address, TamperedError
-from zero2all.console import say, warn
-from zero2all.errors import Z2aError
-from zero2all.units import show_bytes
 
 
 class RateLimit:
@@ -46,7 +48,7 @@ class _Offer:
 
 
 class ReplicaSender:
-    """Never makes training wait: a state that is overwritten before it was sent is given up.
+    """Sends states without making training wait: a state that is overwritten before it was sent is given up.
 
     >>> sender = ReplicaSender(rank=0, world_size=8, holders=[address], secret=secret, rate=RateLimit(None))
     >>> sender.offer(slot)   # once it is committed
@@ -90,7 +92,7 @@ class ReplicaSender:
         run_in_background(self._send_waiting)
 
     def wait(self, timeout: float) -> bool:
-        """Whether everything offered was sent, or given up, within ``timeout`` seconds."""
+        """Return whether everything offered was sent, or given up, within ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout)
 
@@ -149,7 +151,7 @@ class ReplicaSender:
         with connect_peer(address, self._secret) as peer:
             history = header.lineage[-1].history
             sizes = (len(layout), len(data))
-            peer.send(Request("store", self._rank, self._world_size, header.step, history, *sizes, header))
+            peer.send(ReplicaRequest("store", self._rank, self._world_size, header.step, history, *sizes, header))
             _raise_problem(peer.receive(Reply), address)  # before anything is sent for nothing
             peer.send_bytes(layout, before_block)
             peer.send_bytes(data, before_block)

@@ -17,23 +17,16 @@ from typing import Literal
 
 import torch
 
-from zero2all.checkpoint.flash import (
-    ShardSpec,
-    Slot,
-    SlotHeader,
-    StagedSlot,
-    find_staged_slots,
-    padded_bytes,
-    slot_bytes,
-)
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_record, write_text
+from zero2all.base.network.connection import Address, Connection
+from zero2all.base.records import parse_record
+from zero2all.checkpoint.flash import Slot
 from zero2all.checkpoint.peers import PeerServer, connect_peer
+from zero2all.checkpoint.slot_format import LAYOUT_FILE, ShardSpec, SlotHeader, padded_bytes, slot_bytes
+from zero2all.checkpoint.staged_slot import StagedSlot, find_staged_slots
 from zero2all.checkpoint.training_state import contains_state
-from zero2all.connection import Address, Connection
-from zero2all.errors import Z2aError
-from zero2all.io import read_record, write_text
-from zero2all.records import parse_record
 
-LAYOUT_FILE = "layout.json"
 MAX_LAYOUT_BYTES = 256 << 20
 MAX_DIMENSIONS = 64
 
@@ -127,7 +120,7 @@ def _check_spec(spec: ShardSpec) -> None:
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplicaRequest:
     """The first message of a connection; there is one for each state."""
 
     operation: Literal["store", "fetch"]
@@ -164,17 +157,17 @@ class ReplicaServer(PeerServer):
         super().__init__(host, secret)
 
     def hold(self, held: dict[tuple[int, int], ReplicaSlots]) -> None:
-        """From now on take the states of these ranks, by rank and world size."""
+        """Accept the states of these ranks, by rank and world size, from now on."""
         self._held = {key: (slots, threading.Lock()) for key, slots in held.items()}
 
     def answer(self, peer: Connection) -> None:
-        request = peer.receive(Request)
+        request = peer.receive(ReplicaRequest)
         if request.operation == "store":
             self._store(peer, request)
         else:
             self._give(peer, request)
 
-    def _store(self, peer: Connection, request: Request) -> None:
+    def _store(self, peer: Connection, request: ReplicaRequest) -> None:
         slots, lock = self._held.get((request.rank, request.world_size), (None, threading.Lock()))
         if slots is None:
             peer.send(Reply(f"no replicas of rank {request.rank} of {request.world_size} are kept here"))
@@ -196,7 +189,7 @@ class ReplicaServer(PeerServer):
         # After the release: a sender that has this reply may send the next state at once.
         peer.send(Reply(problem))
 
-    def _give(self, peer: Connection, request: Request) -> None:
+    def _give(self, peer: Connection, request: ReplicaRequest) -> None:
         for slot in find_staged_slots(self._flash_directory):
             if slot.header.hash is not None and _is_requested(slot, request):
                 break
@@ -220,7 +213,7 @@ def receive_state(peer: Connection, slots: ReplicaSlots, header: SlotHeader, lay
     slots.receive(header, bytes(layout), peer.receive_bytes)
 
 
-def fetch_state(address: Address, secret: bytes, request: Request, directory: Path, expected_bytes: int) -> None:
+def fetch_state(address: Address, secret: bytes, request: ReplicaRequest, directory: Path, expected_bytes: int) -> None:
     """Copy a state that another node holds into ``directory``; an error says why it cannot be."""
     with connect_peer(address, secret) as peer:
         peer.send(request)
@@ -238,7 +231,7 @@ def _fits(layout_bytes: int) -> bool:
     return 0 < layout_bytes <= MAX_LAYOUT_BYTES
 
 
-def _is_requested(slot: StagedSlot, request: Request) -> bool:
+def _is_requested(slot: StagedSlot, request: ReplicaRequest) -> bool:
     header = slot.header
     found = (slot.rank, slot.world_size, header.step, header.lineage[-1].history)
     return found == (request.rank, request.world_size, request.step, request.history)

@@ -10,29 +10,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.checkpoint.flash import Slot, padded_bytes, rank_directory, register_rank_directory
+from zero2all.base.console import warn
+from zero2all.base.environment import JOB_SECRET_VARIABLE
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.addresses import source_address_towards
+from zero2all.base.network.connection import Address
+from zero2all.base.units import show_bytes
+from zero2all.checkpoint.flash import Slot
 from zero2all.checkpoint.rank_group import RankGroup
 from zero2all.checkpoint.replica_sender import RateLimit, ReplicaSender
-from zero2all.checkpoint.replica_server import ReplicaServer, ReplicaSlots, Request, fetch_state
+from zero2all.checkpoint.replica_server import ReplicaRequest, ReplicaServer, ReplicaSlots, fetch_state
+from zero2all.checkpoint.slot_directories import rank_directory, register_rank_directory
+from zero2all.checkpoint.slot_format import padded_bytes
 from zero2all.checkpoint.training_state import SentReplica
-from zero2all.connection import Address
-from zero2all.console import warn
-from zero2all.environment import JOB_SECRET_VARIABLE
-from zero2all.errors import Z2aError
-from zero2all.network import source_address_towards
-from zero2all.units import show_bytes
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas of in-memory checkpoints other nodes keep, and how fast they are sent."""
+    """The number of replicas of in-memory checkpoints on other nodes, and the rate at which they are sent."""
 
     copies: int
-    """On as many other nodes."""
+    """Number of other nodes that each keep one replica."""
     bytes_per_second: int | None = None
-    """That a node sends at most; its ranks share it."""
+    """The most that a node sends; its ranks share it."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class _Room:
     sizes: dict[int, int]
     """Bytes of each state that this rank holds, by the rank that saves it."""
     largest_node: int
-    """Bytes that the node with most needs."""
+    """Bytes needed on the node that needs most."""
 
 
 class Replicas:
-    """Of this rank's states on other nodes, and of other ranks' states here. Create it with ``connect``."""
+    """Replicas of this rank's states on other nodes, and of other ranks' states here. Create it with ``connect``."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Replicas:
 
     @classmethod
     def connect(cls, options: ReplicaOptions, flash_directory: Path, rank_group: RankGroup) -> Replicas | None:
-        """Called on all ranks. None if all of them are on one node, where a replica would be lost with the original."""
+        """Connect all ranks. None if all are on one node, where a replica would be lost with the original."""
         if rank_group.world_size == 1:
             return None
         secret = os.environ.get(JOB_SECRET_VARIABLE, "").encode()
@@ -101,7 +103,7 @@ class Replicas:
 
     @property
     def copies(self) -> int:
-        """Of each state, on other nodes."""
+        """The number of replicas of each state, on other nodes."""
         return len(self._holders[self._rank_group.rank])
 
     def register(self, history: str) -> None:
@@ -110,7 +112,7 @@ class Replicas:
             register_rank_directory(self._directory(rank), history)
 
     def open(self, state_bytes: int, on_sent: Callable[[SentReplica], None]) -> None:
-        """Called on all ranks, with the bytes of this rank's state: allocate memory for replicas, or turn them off."""
+        """Allocate memory for replicas, or turn them off. Called on all ranks, with the bytes of this rank's state."""
         rank, world_size = self._rank_group.rank, self._rank_group.world_size
         room = self._rank_group.scatter(lambda: padded_bytes(state_bytes), self._plan_room)
         held: dict[tuple[int, int], ReplicaSlots] = {}
@@ -144,17 +146,17 @@ class Replicas:
         if self._sender is not None:
             self._sender.offer(slot)
 
-    def fetch(self, holder: int, request: Request, size: int, own: bool) -> None:
-        """Copy a state from the memory of another rank's node to that of this one; ``own``: it is of this rank."""
+    def fetch(self, holder: int, request: ReplicaRequest, size: int, *, own: bool) -> None:
+        """Copy a state from another rank's node into this node's memory; ``own``: it is a state of this rank."""
         directory = rank_directory(self._flash_directory, request.rank, request.world_size, replica=not own)
         fetch_state(self._addresses[holder], self._secret, request, directory, size)
 
     def wait(self, timeout: float) -> bool:
-        """Whether every replica of this rank has arrived, or was given up."""
+        """Return whether every replica of this rank has arrived, or was given up."""
         return self._sender is None or self._sender.wait(timeout)
 
     def stop_sending(self) -> None:
-        """Once every rank has called it, all may ``close``: then no peer misses this one."""
+        """Send no more. Once every rank has called it, all may ``close``: then no peer misses this one."""
         if self._sender is not None:
             self._sender.close()
 
@@ -163,7 +165,7 @@ class Replicas:
         self._server.close()
 
     def _plan_room(self, sizes: list[int]) -> list[_Room]:
-        """Two slots for each state that a node keeps: those of its own ranks, and replicas of others."""
+        """The room for two slots of each state that a node keeps: from its own ranks, and replicas of others."""
         by_node = dict.fromkeys(self.nodes, 0)
         for rank, size in enumerate(sizes):
             for holder in (rank, *self._holders[rank]):
@@ -188,14 +190,14 @@ def _number_nodes(identities: list[tuple[str, bool]]) -> tuple[list[int], bool]:
 
 
 def _own_address() -> str:
-    """From which this node reaches that of rank 0: there other nodes reach it."""
+    """The address from which this node reaches the node of rank 0: other nodes reach it there."""
     if (master := os.environ.get("MASTER_ADDR")) is None:
         return LOOPBACK
     return source_address_towards(master)
 
 
 def plan_replicas(node_of_rank: Sequence[Hashable], copies: int) -> list[tuple[int, ...]]:
-    """For each rank, the ranks that keep a replica of its states, each on another node; none if there is one node.
+    """The ranks that keep replicas of each rank's states, each on another node; none if there is one node.
 
     Replica k of a rank on node n is on node n + k, at the same local index, modulo the ranks of that node.
 

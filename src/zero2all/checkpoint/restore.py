@@ -1,10 +1,10 @@
-"""Which state a restart restores, from where, and why: one pure function over what the ranks report.
+"""Decides which state a restart restores, from where, and why: one pure function over the ranks' reports.
 
-A state is identified by its step *and* its history. One in memory is restored only if every rank can read its part of
-that same state, in the memory of its node or after copying it from another node's, and only if it is on the run's
-lineage: a node that was away may still hold states of a history that the others have abandoned since. The run's lineage
-is that of the last start or rollback, which the run directory keeps (``history.json``); a durable checkpoint that
-descends from it extends it. Otherwise durable storage is the fallback, and the decision gives the reason.
+A state is identified by its step *and* its history. A state in memory is restored only if every rank can read its
+part, in the memory of its node or after copying it from another node's. It must also be on the run's lineage: a node
+that was away may still hold states of a history that the others have abandoned since. The last start or rollback set
+the run's lineage, which the run directory keeps (``history.json``). A durable checkpoint that descends from it extends
+it. Otherwise durable storage is the fallback, and the decision gives the reason.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import RestoreSummary
+from zero2all.base.units import show_bytes
 from zero2all.checkpoint.training_state import Lineage, contains_state, descends_from
-from zero2all.errors import Z2aError
-from zero2all.records import RestoreSummary
-from zero2all.units import show_bytes
 
 StateKey = tuple[int, str]
 """Step and history."""
@@ -46,15 +46,15 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The slots in the memory of a rank's machine: its own and those of others. Ranks of a node report the same."""
+    """The slots in the memory of a rank's machine, its own and others'. Ranks of a node report the same."""
 
     slots: tuple[SlotReport, ...] = ()
     layout: str = ""
-    """How this rank shards the weights."""
+    """Fingerprint of the way in which this rank shards the weights."""
     node: int | None = None
-    """None if no other node can be reached: then it reads only what it reports."""
+    """Number of its node; None if no other node can be reached: then it reads only what it reports."""
     free: float = math.inf
-    """Bytes of memory for what is copied from other nodes."""
+    """Free bytes for states copied from other nodes."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Fetch:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What the memory of one node holds."""
+    """The states in the memory of one node."""
 
     number: int | None
-    """None if no other node can reach it; then it has one rank, which reads only what it reports."""
+    """Its number; None if no other node can reach it: then it has one rank, which reads only what it reports."""
     ranks: list[int]
     free: float
     states: dict[StateKey, dict[int, SlotReport]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class NodeMemory:
 
 
 def group_by_node(ranks: Sequence[RankReport]) -> list[NodeMemory]:
-    """Indexed once: every candidate is then looked up."""
+    """The memory of every node, indexed once: every candidate is then looked up."""
     nodes: dict[int, NodeMemory] = {}
     for rank, report in enumerate(ranks):
         key = ~rank if report.node is None else report.node
@@ -109,7 +109,7 @@ class StateParts:
         self._first_remote = {part: holders[0][1] for part, holders in self._remote.items()}
 
     def read_by(self, node: NodeMemory, ranks: Sequence[RankReport]) -> dict[int, tuple[SlotReport, ...] | str]:
-        """Its own slot if the layout matches, else those of all saved ranks, from which any layout can be resharded."""
+        """Each rank's own slot if the layout matches, else the slots of all saved ranks, which fit any layout."""
         remote = self._first_remote if node.number is not None else {}
         local, held = node.states.get(self._state, {}), self._held(node)
         known = next(iter(local.values()), None) or next(iter(remote.values()), None)
@@ -123,7 +123,7 @@ class StateParts:
                 found[rank] = own.problem or (own,)
                 continue
             if everything is None:
-                # Its own parts, before those of other nodes, before its damaged ones.
+                # Its own parts, before parts on other nodes, before its damaged ones.
                 everything = _all_parts({**local, **remote, **held}, known.world_size)  # one history has one world size
             found[rank] = everything
         return found
@@ -150,7 +150,7 @@ class StateParts:
 
 
 def _all_parts(parts: dict[int, SlotReport], world_size: int) -> tuple[SlotReport, ...] | str:
-    """In order of ranks, or why they are not enough."""
+    """All parts in the order of ranks, or the reason why they are not enough."""
     if len(parts) < world_size:
         return f"{len(parts)} of the {world_size} ranks' parts are held here"
     problem = next((slot.problem for slot in parts.values() if slot.problem is not None), None)
@@ -166,7 +166,7 @@ class DurableReport:
     path: str
     step: int
     lineage: Lineage | None
-    """None if it cannot be read; then ``problems`` is not empty."""
+    """Its lineage; None if it cannot be read: then ``problems`` is not empty."""
     problems: tuple[str, ...] = ()
     unreadable: bool = False
     """Storage failed to respond: the checkpoint may still be valid."""
@@ -180,7 +180,7 @@ class RestoreChoice:
     sources: tuple[tuple[SlotReport, ...], ...] = ()
     """The slots that each rank reads; empty for a durable checkpoint."""
     fetches: tuple[Fetch, ...] = ()
-    """What must be copied between nodes first."""
+    """Parts that must be copied between nodes first."""
 
     @property
     def history(self) -> str:
@@ -268,7 +268,7 @@ def _memory_candidates(ranks: Sequence[RankReport]) -> list[_MemoryCandidate]:
 
 
 def _newest_first(candidate: Candidate) -> tuple[int, bool, int, str]:
-    """Within a step, memory first, then the longer lineage: a history may save the very state that it began from."""
+    """Sort key: within a step, memory first, then the longer lineage. A history may save the state it began from."""
     lineage = candidate.lineage or ()
     history = lineage[-1].history if lineage else ""
     return -candidate.step, isinstance(candidate, DurableReport), -len(lineage), history
@@ -303,7 +303,7 @@ def _reject(candidate: Candidate, why: str) -> RejectedState:
 def _choose_or_explain(
     candidate: Candidate, ranks: Sequence[RankReport], nodes: list[NodeMemory]
 ) -> RestoreChoice | str:
-    """How every rank can read this state, or why not."""
+    """The slots that every rank can read this state from, or the reason why a rank cannot."""
     if isinstance(candidate, DurableReport):
         if candidate.unreadable:
             raise Z2aError(

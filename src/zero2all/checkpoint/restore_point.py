@@ -13,15 +13,13 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from zero2all.checkpoint.checkpoint_store import STATE_FILE, CheckpointStore
-from zero2all.checkpoint.flash import (
-    StagedSlot,
-    find_staged_slots,
-    layout_fingerprint,
-    privacy_problem,
-    run_in_background,
-    slot_layout,
-)
+from zero2all.base.console import say, warn
+from zero2all.base.errors import Z2aError
+from zero2all.base.network.connection import TamperedError
+from zero2all.base.units import show_bytes
+from zero2all.checkpoint.background import run_in_background
+from zero2all.checkpoint.checkpoint_directory import STATE_FILE
+from zero2all.checkpoint.checkpoint_store import CheckpointStore
 from zero2all.checkpoint.integrity import (
     MISSING_FILE_ERRORS,
     VALID,
@@ -33,7 +31,7 @@ from zero2all.checkpoint.integrity import (
     worst_result,
 )
 from zero2all.checkpoint.rank_group import RankGroup
-from zero2all.checkpoint.replica_server import Request
+from zero2all.checkpoint.replica_server import ReplicaRequest
 from zero2all.checkpoint.replicas import Replicas
 from zero2all.checkpoint.restore import (
     MAX_RANKS_IN_REASON,
@@ -45,12 +43,11 @@ from zero2all.checkpoint.restore import (
     SlotReport,
     decide_restore,
 )
+from zero2all.checkpoint.slot_directories import privacy_problem
+from zero2all.checkpoint.slot_format import layout_fingerprint, slot_layout
+from zero2all.checkpoint.staged_slot import StagedSlot, find_staged_slots
 from zero2all.checkpoint.state_dict import flatten_tensors
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, Lineage, TrainingState, read_lineage
-from zero2all.connection import TamperedError
-from zero2all.console import say, warn
-from zero2all.errors import Z2aError
-from zero2all.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,12 @@ class RestorePoint:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank gets of a decision: ``sources`` of itself alone, and the ``fetches`` of its node. Rank 0 gets all
-    of these, since it reports them."""
+    """The part of a decision that one rank gets: its own ``sources``, and the ``fetches`` of its node. Rank 0 gets
+    the fetches of all nodes, since it reports them."""
 
     decision: RestoreDecision
     copies: bool
-    """Whether any rank copies a part."""
+    """True if any rank copies a part."""
 
 
 def _with_short_lineage(slot: SlotReport) -> SlotReport:
@@ -117,7 +114,7 @@ def worst_problems(results: Sequence[IntegrityResult]) -> tuple[IntegrityKind, l
 class DamagedStateError(Exception):
     """A checkpoint proved to be damaged while it was loaded. The model and the optimizers hold nothing of use now."""
 
-    def __init__(self, step: int, problems: Sequence[str], unreadable: bool) -> None:
+    def __init__(self, step: int, problems: Sequence[str], *, unreadable: bool) -> None:
         super().__init__("; ".join(problems))
         self.step, self.problems, self.unreadable = step, tuple(problems), unreadable
 
@@ -159,7 +156,7 @@ class RestorePointFinder:
                 continue  # what was copied is now held here
             # Checksums only of the state that would be restored: a state is as large as the memory.
             chosen, verifies_later = decision.chosen, self._has_fallback(decision.chosen, durable)
-            if chosen is None or self._is_valid(chosen, mine, durable, verifies_later):
+            if chosen is None or self._is_valid(chosen, mine, durable, verifies_later=verifies_later):
                 break
         for rejected in decision.rejected:
             warn(str(rejected))
@@ -230,7 +227,7 @@ class RestorePointFinder:
         return shutil.disk_usage(self.flash_directory.parent).free
 
     def _fetch(self, chosen: RestoreChoice, mine: dict[SlotReport, StagedSlot]) -> list[Fetch]:
-        """Copy what this rank is to copy, and update ``mine``; returns what was copied, of what this rank knows."""
+        """Copy the parts assigned to this rank, and update ``mine``. Returns the copies that this rank knows of."""
         assert self.replicas is not None
         replicas, rank = self.replicas, self.rank_group.rank
         mine_to_fetch = [fetch for fetch in chosen.fetches if fetch.to == rank]
@@ -238,10 +235,10 @@ class RestorePointFinder:
         failed: list[tuple[Fetch, str]] = []
         for fetch in mine_to_fetch:
             slot = fetch.slot
-            request = Request("fetch", slot.rank, slot.world_size, slot.step, chosen.history)
+            request = ReplicaRequest("fetch", slot.rank, slot.world_size, slot.step, chosen.history)
             own = (slot.rank, slot.world_size) == (rank, self.rank_group.world_size)
             try:
-                replicas.fetch(fetch.holder, request, slot.bytes, own)
+                replicas.fetch(fetch.holder, request, slot.bytes, own=own)
             except (OSError, Z2aError, TamperedError) as error:
                 failed.append((fetch, str(error) or type(error).__name__))
         failures = self.rank_group.reduce(lambda: failed, operator.add)
@@ -281,7 +278,7 @@ class RestorePointFinder:
         ]
 
     def _has_fallback(self, chosen: RestoreChoice | None, durable: list[DurableReport]) -> bool:
-        """Whether the checksums of a checkpoint may be computed while it is loaded.
+        """Return whether the checksums of a checkpoint may be computed while it is loaded.
 
         If they are wrong, the weights are overwritten, so there must be a different state to load.
         """
@@ -327,9 +324,10 @@ class RestorePointFinder:
         chosen: RestoreChoice,
         mine: dict[SlotReport, StagedSlot],
         durable: list[DurableReport],
+        *,
         verifies_later: bool,
     ) -> bool:
-        """Whether every rank finds its part valid; problems are added to the reports.
+        """Return whether every rank finds its part valid; problems are added to the reports.
 
         Damage found by one rank is damage; a failed read on some ranks proves nothing.
         """

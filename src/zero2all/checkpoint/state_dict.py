@@ -20,26 +20,26 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero2all.errors import Z2aError
-from zero2all.torch_private import dtensor_like
+from zero2all.base.errors import Z2aError
+from zero2all.base.torch_private import dtensor_like
 
 # Optimizer groups list parameters by index, which differs between pipeline ranks: use names instead.
 FLATTEN_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 OWN_STATE = "rng."
-"""How the names of tensors begin that are different on every rank, also on replicas."""
+"""Prefix of the names of tensors that differ on every rank, also on replicas."""
 
 
 class SyncState(Protocol):
-    """What the synchronization of islands keeps from step to step."""
+    """The state that the synchronization of islands keeps from step to step."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors."""
         ...
 
     def reset(self) -> None:
-        """As before the first step."""
+        """Return to the state before the first step."""
         ...
 
 
@@ -54,8 +54,11 @@ def training_state_dict(model: nn.Module, optimizers: list[Optimizer], sync: Syn
 
 
 def drop_unsaved(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Keep what was ``saved`` of a state to load. A run may resume with another world size, or be synchronized in
-    another way: then it has other generators, and its synchronization starts from nothing."""
+    """Drop the tensors that were not ``saved`` from a state to load.
+
+    A run that resumes with another world size has other generators. One that is synchronized in another way begins its
+    synchronization from nothing.
+    """
     state["rng"] = {name: value for name, value in state["rng"].items() if f"rng.{name}" in saved}
     sizes = {name: getattr(saved.get(f"sync.{name}"), "size", None) for name in state["sync"]}
     state["sync"] = {name: value for name, value in state["sync"].items() if sizes[name] == value.shape}
@@ -132,7 +135,7 @@ def check_replicas(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
 
 
 def describe_mismatch(name: str, mismatched_tensors: int, hashes: list[int], ranks: list[int]) -> str:
-    """Names the outlier ranks if most agree, else all of them."""
+    """A message with the outlier ranks if most agree, else with all ranks."""
     [(common, count), *_] = Counter(hashes).most_common()
     minority = [rank for rank, value in zip(ranks, hashes, strict=True) if value != common]
     if 2 * count <= len(hashes):

@@ -1,5 +1,5 @@
-"""What a checkpoint holds beside the tensors, the identity and the lineage of a run: the records of its JSON files; and
-what the owner of a checkpoint manager is told while states are saved.
+"""Records of a checkpoint's JSON files: the training state beside the tensors, and a run's identity and lineage; and
+the callbacks by which a checkpoint manager reports to its owner.
 
 Step numbers alone do not identify a state: lost steps are repeated, with other results. Every start of a run, and every
 rollback, begins a history with a random id. A lineage lists the histories that a state went through, oldest first, each
@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from zero2all.io import HISTORY_FILE, read_record
-from zero2all.records import RestoreSummary
+from zero2all.base.io import HISTORY_FILE, read_record
+from zero2all.base.records import RestoreSummary
 
 RopeScalingValues = dict[str, str | int | float | None]
 """``recipe.RopeScaling`` as JSON."""
@@ -27,7 +27,7 @@ RopeScalingValues = dict[str, str | int | float | None]
 
 @dataclass(frozen=True)
 class StageIdentity:
-    """What decides which samples the steps of a stage take and how their positions are encoded."""
+    """The values that decide which samples the steps of a stage take and how their positions are encoded."""
 
     name: str
     first_step: int
@@ -64,20 +64,20 @@ class InitialWeights:
     path: str
     """The checkpoint or Hugging Face directory."""
     step: int | None
-    """Of the checkpoint."""
+    """Step of the checkpoint; None for a Hugging Face directory."""
     dtype: str
-    """As they are stored; a run has its weights in fp32, with adamw-bf16 in bf16."""
+    """The dtype in which they are stored; a run has its weights in fp32, with adamw-bf16 in bf16."""
     new_tokens: int
     """Rows that were added to the vocabulary."""
     seeded: list[str]
     """Weights that were not stored, and were drawn from the seed."""
     fingerprint: str | None
-    """Of the checksums of all files; None in a dry run, which does not read them."""
+    """Fingerprint of the checksums of all files; None in a dry run, which does not read them."""
 
 
 @dataclass(frozen=True)
 class RopeState:
-    """RoPE of the stage in which the state was saved; a stage may change that of the model."""
+    """RoPE of the stage in which the state was saved; a stage may change the model's RoPE."""
 
     rope_theta: float
     rope_scaling: RopeScalingValues | None
@@ -88,7 +88,7 @@ class GuardState:
     """Recent values of the spike guard."""
 
     stage: int
-    """First step of the stage that they are of."""
+    """First step of the stage in which they were measured."""
     loss: list[float]
     norm: list[float]
     """Logarithms of gradient norms."""
@@ -100,22 +100,22 @@ class LossScaleState:
 
     value: float
     fitted: int
-    """Steps without an overflow since it changed."""
+    """Number of steps without an overflow since it changed."""
 
 
 @dataclass(frozen=True)
 class IslandsState:
-    """How far the exchanges between islands are."""
+    """Progress of the exchanges between islands."""
 
     exchange: int
     """The last one that all islands present have completed; -1 if none."""
     merge_at: int | None = None
-    """If it is not yet merged into the weights: after how many steps it will be."""
+    """The step after which it will be merged into the weights; None if it already is."""
 
 
 @dataclass(frozen=True)
 class TrainingState(RunIdentity):
-    """What training needs to resume, beside the tensors."""
+    """The state that training needs to resume, beside the tensors."""
 
     rope: RopeState
     guard: GuardState
@@ -123,9 +123,9 @@ class TrainingState(RunIdentity):
     skipped: list[int] = field(default_factory=list)
     """Steps that are skipped, since their data is bad."""
     islands: IslandsState | None = None
-    """If there are several."""
+    """Progress of the exchanges, if there are several islands."""
     permanent: bool = False
-    """Never removed by retention."""
+    """True if retention never removes it."""
     bits_per_byte: float | None = None
     """Bits-per-byte of the validation after this step, if there was one."""
 
@@ -155,7 +155,7 @@ def extend_lineage(lineage: Lineage, step: int, history: str) -> Lineage:
 
 
 def contains_state(lineage: Lineage, step: int, history: str) -> bool:
-    """Whether ``lineage`` contains the state of ``step`` of ``history``, or will once it reaches that step."""
+    """Return whether ``lineage`` contains the state of ``step`` of ``history``, or will once it reaches that step."""
     for number, branch in enumerate(lineage):
         if branch.history == history:
             until = lineage[number + 1].first_step if number + 1 < len(lineage) else math.inf
@@ -164,7 +164,7 @@ def contains_state(lineage: Lineage, step: int, history: str) -> bool:
 
 
 def descends_from(lineage: Lineage, ancestor: Lineage) -> bool:
-    """Whether ``lineage`` branched off from the last history of ``ancestor``."""
+    """Return whether ``lineage`` branched off from the last history of ``ancestor``."""
     return any(branch.history == ancestor[-1].history for branch in lineage[:-1])
 
 
@@ -174,7 +174,7 @@ class HistoryRecord:
 
     lineage: SavedLineage
     time: float = 0.0
-    """When its last history began."""
+    """Time at which its last history began."""
     restored: RestoreSummary | None = None
 
 
@@ -199,7 +199,7 @@ class SentReplica:
 
     step: int
     bytes: int
-    """Sent over the network, to all holders together."""
+    """Bytes sent over the network, to all holders together."""
     seconds: float
     lag: int
     """Steps by which it was behind the newest state in memory when it had arrived."""
@@ -207,18 +207,18 @@ class SentReplica:
 
 @dataclass(frozen=True)
 class CheckpointCallbacks:
-    """Called from the training thread or from background threads: they must be thread-safe."""
+    """Callbacks from the training thread and from background threads: they must be thread-safe."""
 
     on_wait: Callable[[], None] = ignore
-    """Called every second while training waits for storage: a heartbeat, or it would look like a hang."""
+    """A heartbeat, every second while training waits for storage: without it the wait would look like a hang."""
     before_commit: Callable[[], bool] = lambda: True
-    """Whether a state may be committed: not while the run record lags behind it.
+    """Returns whether a state may be committed: not while the run record lags behind it.
 
     Only rank 0 calls it: its record is the run's, and a refusal on any one rank would cost all ranks the state.
     """
     on_saved: Callable[[int, float], None] = ignore
-    """Called with the step and the seconds of a durable checkpoint that was written."""
+    """Gets the step and the seconds of each durable checkpoint that was written."""
     on_replica: Callable[[SentReplica], None] = ignore
-    """Called with each state that other nodes now keep too."""
+    """Gets each state that other nodes now keep too."""
     on_phase: Callable[[CheckpointPhase], None] = ignore
-    """Called at each phase of saving and before a state is loaded; fault injection uses it."""
+    """Gets each phase of saving, and of a state that is about to be loaded; fault injection uses it."""

@@ -2,8 +2,8 @@
 
 import os
 
-from zero2all.cpus import limit_openmp_spinning
-from zero2all.environment import set_cuda_environment
+from zero2all.base.environment import set_cuda_environment
+from zero2all.base.machine.cpus import limit_openmp_spinning
 
 # All here, because every way into the command comes past before it imports torch.
 limit_openmp_spinning()

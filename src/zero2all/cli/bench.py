@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zero2all.base.environment import quiet_profiler
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.cli.conventions import Json, Overrides, RecipeOrPreset, RecipePath, Result, command, parse_size
-from zero2all.environment import quiet_profiler
-from zero2all.errors import UsageError, Z2aError
 
 if TYPE_CHECKING:
-    from zero2all.bench.measurements import BenchReport
+    from zero2all.bench.measurements import MeasurementReport
     from zero2all.recipe import Recipe
 
 app = typer.Typer(help="Profile a step; time kernels, shapes, data and storage.", no_args_is_help=True)
@@ -39,7 +39,7 @@ def profile(
         int, typer.Option("--steps", min=1, help="Number of timed steps, after two to warm up and before the traced.")
     ] = 5,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Directory of the profile. Default: profile, in that of the recipe.")
+        Path | None, typer.Option("--out", help="Directory of the profile. Default: profile, in the recipe's out.")
     ] = None,
     json: Json = False,
 ) -> Result:
@@ -50,7 +50,7 @@ def profile(
     Example: z2a bench profile recipes/quickstart.yaml --steps 5 --out runs/profile
     """
     quiet_profiler()
-    from zero2all.profiling import format_profile, profile_recipe
+    from zero2all.bench.profile import format_profile, profile_recipe
     from zero2all.recipe import load_recipe
 
     found = profile_recipe(load_recipe(recipe, overrides), steps, out)
@@ -167,11 +167,7 @@ def parity(
 @app.command()
 @command
 def loader(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    against: Against = None,
-    out: Out = None,
-    json: Json = False,
+    recipe: RecipePath, overrides: Overrides = None, against: Against = None, out: Out = None, json: Json = False
 ) -> Result:
     """Time reading batches of the recipe's tokens.
 
@@ -250,7 +246,7 @@ def _result(name: str, report: object, markdown: str, out: Path | None) -> Resul
     return Result(report, markdown)
 
 
-def _compared(name: str, run: Callable[[], BenchReport], out: Path | None, against: Path | None) -> Result:
+def _compared(name: str, run: Callable[[], MeasurementReport], out: Path | None, against: Path | None) -> Result:
     """The earlier report is read first: what is wrong with it should not be found after minutes."""
     from zero2all.bench.measurements import read_report, regressions, report_markdown
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zero2all.base.console import sanitize, say
+from zero2all.base.errors import UsageError
 from zero2all.cli.conventions import CheckpointStep, Json, PipelineParallel, Result, TensorParallel, command
-from zero2all.console import sanitize, say
-from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
     from zero2all.generation import Completion, SamplingParams, TextPiece
+    from zero2all.generation.serve import ChatSession
     from zero2all.model import Z2all
     from zero2all.parallel import ParallelModel
-    from zero2all.serve import ChatSession
 
 OptionalTarget = Annotated[
     str | None,
@@ -65,7 +65,7 @@ Params = Annotated[
 
 
 @dataclass(frozen=True)
-class Request:
+class PromptRequest:
     """What ``z2a chat --prompt`` is asked for."""
 
     prompt: str | None
@@ -102,17 +102,17 @@ def chat(
         words, target = [target, *words], None
     if demo == (target is not None):
         raise UsageError("give a run, a checkpoint or a Hugging Face directory, or --demo for a model to try")
-    from zero2all.demo import DIRECTORY, QUESTIONS
     from zero2all.evals import open_target
     from zero2all.generation import SamplingParams
-    from zero2all.serve.chat import ChatSession, with_param
+    from zero2all.generation.demo import DIRECTORY, QUESTIONS
+    from zero2all.generation.serve.chat import ChatSession, with_param
 
     is_chat = prompt is None and prompts is None
     usual = SamplingParams(512, 0.7, 0, 0.95) if is_chat else SamplingParams(128, 0.8, 50, 1.0)
     sampling = functools.reduce(with_param, words, usual)
     model = str(DIRECTORY) if target is None else target
     if not is_chat:
-        return _complete_prompts(model, step, Request(prompt, prompts, num_samples, sampling), tp, pp, json)
+        return _complete_prompts(model, step, PromptRequest(prompt, prompts, num_samples, sampling), tp, pp, json=json)
     if num_samples > 1 or tp * pp > 1:
         raise UsageError("--num-samples, --tp and --pp are for --prompt or --prompts")
     opened = open_target(model, step)
@@ -123,7 +123,7 @@ def chat(
         if demo:
             say(f"A very small model of short stories. Try: {'  '.join(QUESTIONS)}")
     write: Callable[[str], object] = (lambda text: None) if json else sys.stdout.write
-    for line in _lines(is_terminal):
+    for line in _lines(is_terminal=is_terminal):
         if line == "/exit":
             break
         try:
@@ -133,7 +133,7 @@ def chat(
     return Result({"messages": session.messages}, "")
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
+def _lines(*, is_terminal: bool) -> Iterator[str]:
     """The lines that are not empty, until there are no more."""
     if is_terminal:
         with suppress(ImportError):
@@ -153,7 +153,7 @@ def _read_line() -> str:
 
 
 def _handle(session: ChatSession, line: str, write: Callable[[str], object]) -> None:
-    from zero2all.serve.chat import with_param
+    from zero2all.generation.serve.chat import with_param
 
     name, _, rest = line.partition(" ")
     if not line.startswith("/"):
@@ -212,7 +212,7 @@ def _answer(session: ChatSession, text: str, write: Callable[[str], object]) -> 
     say(f"[{'; '.join(notes)}]")
 
 
-def _complete_prompts(target: str, step: int | None, request: Request, tp: int, pp: int, json: bool) -> Result:
+def _complete_prompts(target: str, step: int | None, request: PromptRequest, tp: int, pp: int, *, json: bool) -> Result:
     """Complete the text of a prompt, or of each prompt of a file, without a chat template."""
     from zero2all.evals.target import find_target
     from zero2all.generation import generate_batch, stream

@@ -21,9 +21,9 @@ def ls(run: RunPath, json: Json = False) -> Result:
 
     Example: z2a ckpt ls runs/first
     """
+    from zero2all.base.units import show_bytes
     from zero2all.checkpoint.inspection import list_checkpoints
     from zero2all.train import Run
-    from zero2all.units import show_bytes
 
     opened = Run.open(run)
     states = list_checkpoints(opened.checkpoints, opened.flash_dir)
@@ -49,8 +49,8 @@ def verify(
 
     Example: z2a ckpt verify runs/first
     """
+    from zero2all.base.errors import UsageError, Z2aError
     from zero2all.checkpoint.inspection import find_problems, list_checkpoints
-    from zero2all.errors import UsageError, Z2aError
     from zero2all.train import Run
 
     opened = Run.open(run)
@@ -82,7 +82,7 @@ def rm(
     from zero2all.train import Run
 
     opened = Run.open(run)
-    remove_checkpoint(opened.checkpoints, step, force)
+    remove_checkpoint(opened.checkpoints, step, force=force)
     return Result({"removed": step}, f"the checkpoint of step {step} is removed")
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zero2all.base.errors import UsageError
 from zero2all.cli.conventions import Json, Result, resumable_command
-from zero2all.errors import UsageError
 
 if TYPE_CHECKING:
-    from zero2all.charts.plot import Plot
+    from zero2all.base.charts.plot import Plot
     from zero2all.experiments import Comparison, ExperimentPlan
 
 Targets = Annotated[
@@ -30,7 +30,7 @@ Mixtures = Annotated[
     typer.Option(
         "--mixtures",
         min=1,
-        help="Search the mixture instead of a grid, with this many: that of the recipe, equal weights, random ones. "
+        help="Search the mixture instead of a grid, with this many: the recipe's, equal weights, random ones. "
         "Default: no search.",
     ),
 ]
@@ -203,10 +203,10 @@ class Family:
 
 
 def _train_family(family: Family, seeds: int, name: str | None, gpus: int, svg: Path | None) -> Result:
-    from zero2all.charts.svg import line_svg
+    from zero2all.base.charts.svg import line_svg
+    from zero2all.base.io import write_text
     from zero2all.experiments import ladder_report, ladder_text, open_experiment, plan_ladder, run_experiment
     from zero2all.experiments.ladder import check_reach, ladder_plot, size_recipe
-    from zero2all.io import write_text
 
     recipe, words, tokens = family.recipe, family.words, family.tokens_per_parameter
     try:
@@ -232,9 +232,9 @@ def _train_family(family: Family, seeds: int, name: str | None, gpus: int, svg: 
 
 
 def _report(comparison: Comparison, plot: Plot | None, svg: Path | None) -> Result:
-    from zero2all.charts.svg import line_svg
+    from zero2all.base.charts.svg import line_svg
+    from zero2all.base.io import write_text
     from zero2all.experiments import build_report, report_text
-    from zero2all.io import write_text
 
     report = build_report(comparison)
     parts = [report_text(report)]
@@ -250,7 +250,7 @@ def _plot_text(plot: Plot) -> str:
     """With colours on a terminal."""
     from rich.console import Console
 
-    from zero2all.charts.terminal import line_text
+    from zero2all.base.charts.terminal import line_text
 
     out = StringIO()
     Console(file=out, force_terminal=sys.stdout.isatty(), width=200).print(line_text(plot), soft_wrap=True)

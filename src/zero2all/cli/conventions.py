@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 import typer
 from typer.core import TyperOption
 
-from zero2all.console import say, set_verbose
-from zero2all.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
-from zero2all.redact import redact
-from zero2all.units import parse_bytes
+from zero2all.base.console import say, set_verbose
+from zero2all.base.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
+from zero2all.base.redact import redact
+from zero2all.base.units import parse_bytes
 
 if TYPE_CHECKING:
-    from zero2all.engine import Engine
+    from zero2all.base.tasks import TaskEngine
 
 OUT_OF_MEMORY_ADVICE = (
     "in training try a smaller train.micro_batch_tokens, parallel.activation_checkpointing=selective, or more ranks; "
@@ -54,8 +54,7 @@ RecipePath = Annotated[
     Path, typer.Argument(help="The recipe: a YAML file, or the directory of a run.", metavar="RECIPE")
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Recipe overrides, such as train.steps=200.", metavar="[KEY=VALUE]..."),
+    list[str] | None, typer.Argument(help="Recipe overrides, such as train.steps=200.", metavar="[KEY=VALUE]...")
 ]
 RecipeOrPreset = Annotated[
     str, typer.Argument(help="Name of a preset, a recipe file, or the directory of a run.", metavar="PRESET|RECIPE")
@@ -90,17 +89,16 @@ Ray = Annotated[
     ),
 ]
 VerifyOutput = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare every byte of finished output with its checksum, not only samples."),
+    bool, typer.Option("--verify", help="Compare every byte of finished output with its checksum, not only samples.")
 ]
 
 
-def task_engine(workers: int, ray: str | None) -> Engine:
-    from zero2all.engine import Engine
+def task_engine(workers: int, ray: str | None) -> TaskEngine:
+    from zero2all.base.tasks import TaskEngine
 
     if ray is None:
-        return Engine("local", workers)
-    return Engine("ray", workers, None if ray == "auto" else ray)
+        return TaskEngine("local", workers)
+    return TaskEngine("ray", workers, None if ray == "auto" else ray)
 
 
 Parameters = ParamSpec("Parameters")
@@ -116,7 +114,7 @@ class Result:
     """A record, or a dict of JSON values and records."""
     text: str
 
-    def show(self, as_json: bool) -> None:
+    def show(self, *, as_json: bool) -> None:
         if as_json:
             print_json(self.data)
         elif self.text:
@@ -129,7 +127,7 @@ def command(function: Callable[Parameters, Result]) -> Callable[Parameters, None
 
 
 def resumable_command(function: Callable[Parameters, Result]) -> Callable[Parameters, None]:
-    """As :func:`command`, for one that continues where it stopped if it is run again."""
+    """Like :func:`command`, for a command that continues where it stopped if it is run again."""
     return _with_conventions(function, "interrupted; finished work is kept: run the same command again to continue")
 
 
@@ -138,29 +136,33 @@ def _with_conventions(function: Callable[Parameters, Result], interrupted: str) 
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         global json_printed
         json_printed = False  # a process may run several commands
-        set_verbose(bool(kwargs.get("verbose")))
+        set_verbose(on=bool(kwargs.get("verbose")))
         as_json = bool(kwargs.get("json"))
         try:
             result = function(*args, **kwargs)
         except typer.Exit:
             raise  # the command has reported why
         except Z2aError as error:
-            _exit_with_error(str(error), error.exit_code, as_json, error)
+            _exit_with_error(str(error), error.exit_code, as_json=as_json, error=error)
         except KeyboardInterrupt:
-            _exit_with_error(interrupted, 1, as_json)
+            _exit_with_error(interrupted, 1, as_json=as_json)
         except Exception as error:
             if is_disk_full(error):
-                _exit_with_error(_disk_full_message(error), 1, as_json, error)
+                _exit_with_error(_disk_full_message(error), 1, as_json=as_json, error=error)
             if isinstance(error, OSError):
-                _exit_with_error(str(error), 1, as_json, error)
+                _exit_with_error(str(error), 1, as_json=as_json, error=error)
             if is_out_of_memory(error):
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                _exit_with_error(f"out of memory: {first_line}; {OUT_OF_MEMORY_ADVICE}", 1, as_json, error)
+                _exit_with_error(
+                    f"out of memory: {first_line}; {OUT_OF_MEMORY_ADVICE}", 1, as_json=as_json, error=error
+                )
             if ERROR_FILE not in os.environ:  # under an agent, which shows the one that matters
                 say(traceback.format_exc().rstrip())
-            _exit_with_error(f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json, error)
+            _exit_with_error(
+                f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json=as_json, error=error
+            )
         else:
-            result.show(as_json)
+            result.show(as_json=as_json)
 
     return wrapped
 
@@ -174,7 +176,7 @@ def parse_size(option: str, size: str | None) -> int | None:
 
 
 def _disk_full_message(error: Exception) -> str:
-    from zero2all.io import disk_full_error
+    from zero2all.base.io import disk_full_error
 
     name = getattr(error, "filename", None)
     return str(disk_full_error(Path(name) if isinstance(name, str) else None, error))
@@ -184,16 +186,16 @@ def print_json(value: object) -> None:
     """Print the one object, a record or a dict; a second call prints nothing."""
     global json_printed
     if not json_printed:
-        from zero2all.records import to_json
+        from zero2all.base.records import to_json
 
         sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False, default=to_json) + "\n")
         json_printed = True
 
 
-def _exit_with_error(message: str, status: int, as_json: bool, error: Exception | None = None) -> None:
+def _exit_with_error(message: str, status: int, *, as_json: bool, error: Exception | None = None) -> None:
     say(f"error: {message}")
     if error is not None and ERROR_FILE in os.environ:
-        from zero2all.elastic.worker import record_exception
+        from zero2all.cluster.launch.worker import record_exception
 
         record_exception(error)
     if as_json:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from zero2all.base.errors import UsageError
+from zero2all.base.paths import to_path
 from zero2all.cli.conventions import (
     Json,
     Overrides,
@@ -23,8 +25,6 @@ from zero2all.cli.conventions import (
     resumable_command,
     task_engine,
 )
-from zero2all.errors import UsageError
-from zero2all.paths import to_path
 
 if TYPE_CHECKING:
     from zero2all.corpus.fetch import FetchResult
@@ -153,10 +153,10 @@ def build(
 
     Example: z2a corpus build my.yaml corpus.holdout=0.02
     """
+    from zero2all.base.units import show_bytes
     from zero2all.corpus import build_corpus, recommended_workers, summary_lines
     from zero2all.corpus.manifest import count_text
     from zero2all.recipe import load_recipe
-    from zero2all.units import show_bytes
 
     loaded = load_recipe(recipe, overrides)
     chosen = task_engine(workers or recommended_workers(loaded.corpus), ray)
@@ -166,7 +166,7 @@ def build(
 
         warn_about_new_documents(loaded)
 
-    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace, verify)
+    built = build_corpus(loaded.corpus, loaded.documents_dir, chosen, before_replace, verify=verify)
     unchanged = " (unchanged)" if built.reused else ""
     total = f"{count_text(built.documents, 'document')}, {show_bytes(built.bytes)} in {loaded.documents_dir}{unchanged}"
     return Result(
@@ -182,8 +182,8 @@ def sniff(path: FilePath, json: Json = False) -> Result:
 
     Example: z2a corpus sniff raw/pages.jsonl.zst
     """
+    from zero2all.base.units import show_bytes
     from zero2all.corpus.sniff import sniff as sniff_file
-    from zero2all.units import show_bytes
 
     found = sniff_file(path)
     detected, content = found.detected, found.content
@@ -213,8 +213,8 @@ def report(
 
     Example: z2a corpus report runs/first/documents --html report.html
     """
+    from zero2all.base.io import write_text
     from zero2all.corpus.corpus_report import corpus_report, report_html
-    from zero2all.io import write_text
 
     page = html or documents.with_name(documents.name + ".html")
     found = corpus_report(documents)
@@ -240,9 +240,7 @@ def export(
     shard_size: Annotated[
         str | None,
         typer.Option(
-            "--shard-size",
-            help="Largest size of a file, such as 200MB. Default: one file per shard.",
-            metavar="SIZE",
+            "--shard-size", help="Largest size of a file, such as 200MB. Default: one file per shard.", metavar="SIZE"
         ),
     ] = None,
     compression: Annotated[
@@ -254,18 +252,18 @@ def export(
 
     Example: z2a corpus export runs/first/documents --to exported --format jsonl --compression zstd
     """
+    from zero2all.base.io import MANIFEST
+    from zero2all.base.tasks import TaskEngine, available_cores
+    from zero2all.base.units import show_bytes
     from zero2all.corpus.corpus_export import ExportOptions, export_documents
     from zero2all.corpus.manifest import count_text
-    from zero2all.engine import Engine, available_cores
-    from zero2all.io import MANIFEST
     from zero2all.recipe import load_recipe
-    from zero2all.units import show_bytes
 
     options = ExportOptions(export_format, parse_size("--shard-size", shard_size), compression)
     documents = to_path(source)
     if not (documents / MANIFEST).exists():
         documents = load_recipe(Path(source), overrides).documents_dir
-    engine = Engine(workers=available_cores())
+    engine = TaskEngine(workers=available_cores())
     exported = export_documents(documents, to, options, engine)
     counts = f"{count_text(exported.documents, 'document')}, {show_bytes(exported.bytes)}"
     text = f"{counts} in {count_text(len(exported.files), 'file')} in {to}"
@@ -305,7 +303,7 @@ def _checksum(text: str | None) -> str | None:
 
 
 def _listed(files: list[RemoteFile]) -> Result:
-    from zero2all.units import show_bytes
+    from zero2all.base.units import show_bytes
 
     known = [file.size for file in files if file.size is not None]
     unknown = f", {len(files) - len(known)} of unknown size" if len(known) < len(files) else ""
@@ -317,7 +315,7 @@ def _listed(files: list[RemoteFile]) -> Result:
 def _fetched(result: FetchResult) -> Result:
     import yaml
 
-    from zero2all.units import show_bytes, show_seconds
+    from zero2all.base.units import show_bytes, show_seconds
 
     there = result.files - result.downloaded_files
     text = (

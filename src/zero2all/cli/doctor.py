@@ -38,9 +38,9 @@ def doctor(
 
     Example: z2a doctor --dir runs
     """
-    from zero2all.doctor.preflight import check_net, run_checks
-    from zero2all.elastic.rendezvous_client import RendezvousStore
-    from zero2all.environment import JOB_SECRET_VARIABLE, STORE_VARIABLE
+    from zero2all.base.environment import JOB_SECRET_VARIABLE, STORE_VARIABLE
+    from zero2all.cluster.doctor.preflight import check_net, run_checks
+    from zero2all.cluster.launch.rendezvous_client import RendezvousStore
 
     if calibrate is not None:
         return write_calibration(calibrate)
@@ -54,7 +54,7 @@ def doctor(
     text = "\n".join(map(str, findings)) if os.environ.get("RANK", "0") == "0" else ""
     result = Result({"findings": findings}, text)
     if any(finding.level == "bad" for finding in findings):
-        result.show(json)
+        result.show(as_json=json)
         raise typer.Exit(1)
     return result
 
@@ -63,9 +63,9 @@ def write_calibration(path: Path) -> Result:
     """Matrix products, a training step, memory and link, as an entry of the hardware table."""
     import torch
 
+    from zero2all.base.io import write_record
+    from zero2all.base.machine.devices import hardware_key, pick_device
     from zero2all.bench.calibrate import measure_machine
-    from zero2all.hardware import hardware_key, pick_device
-    from zero2all.io import write_record
     from zero2all.planner.calibrated import calibrated_entry, user_entry_path
     from zero2all.recipe import load_recipe_or_preset
     from zero2all.train.hyperparameters import fill_hyperparameters

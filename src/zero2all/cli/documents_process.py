@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 
 ANSWER_SECONDS = 600.0
 
@@ -36,7 +36,7 @@ class DocumentsProcess:
 
     def start(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            setup = f"from zero2all.processes import end_with_parent; end_with_parent({os.getpid()})"
+            setup = f"from zero2all.base.processes import end_with_parent; end_with_parent({os.getpid()})"
             program = f"{setup}; from zero2all.cli.documents_process import answer_requests; answer_requests()"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -49,7 +49,7 @@ class DocumentsProcess:
         return self._process
 
     def __call__(self, directory: Path, step: int, losses: bool) -> object:
-        """As ``z2a blame --json`` prints them, without losses if not asked for; ``quick`` says whether these are."""
+        """The output of ``z2a blame --json``, with losses if asked for; ``quick`` says whether these are."""
         with self._lock:
             process = self.start()
             limit = threading.Timer(ANSWER_SECONDS, process.kill)
@@ -104,7 +104,7 @@ def _answer_lines(requests: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def _answer(run: str, step: int, losses: bool) -> dict[str, Any]:
+def _answer(run: str, step: int, *, losses: bool) -> dict[str, Any]:
     from zero2all.train import Run, blame_step
     from zero2all.train.blame import is_quick, trace_text
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperGroup
 
+from zero2all.base.errors import UsageError
 from zero2all.cli.conventions import (
     CheckpointStep,
     Json,
@@ -19,7 +20,6 @@ from zero2all.cli.conventions import (
     TensorParallel,
     command,
 )
-from zero2all.errors import UsageError
 
 
 class EvalGroup(TyperGroup):
@@ -48,7 +48,7 @@ Forms = Annotated[
     typer.Option(
         "--form",
         help="How multiple-choice questions are asked: score the text of each option (cloze), its letter (letter), or "
-        "the letter after a chain of thought (cot). Repeat it to compare. Default: that of the task.",
+        "the letter after a chain of thought (cot). Repeat it to compare. Default: the task's.",
         metavar="cloze|letter|cot",
     ),
 ]
@@ -71,9 +71,7 @@ def eval_loss(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(
-            "--recipe", help="Use the validation set of this recipe. Default: that of the run.", metavar="RECIPE"
-        ),
+        typer.Option("--recipe", help="Use the validation set of this recipe. Default: the run's.", metavar="RECIPE"),
     ] = None,
     window: Annotated[
         int | None,
@@ -85,8 +83,7 @@ def eval_loss(
         ),
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option("--stride", min=1, help="Tokens by which the window moves. Default: half of it."),
+        int | None, typer.Option("--stride", min=1, help="Tokens by which the window moves. Default: half of it.")
     ] = None,
     tp: TensorParallel = 1,
     pp: PipelineParallel = 1,
@@ -98,7 +95,7 @@ def eval_loss(
 
     Example: z2a eval loss runs/first --test-set wiki=data/wiki.jsonl
     """
-    from zero2all.console import console
+    from zero2all.base.console import console
     from zero2all.evals.loss_report import LossOptions, format_loss, report_loss
     from zero2all.evals.target import find_target
     from zero2all.parallel import ParallelModel
@@ -136,11 +133,7 @@ def _parse_test_sets(words: list[str]) -> dict[str, str]:
 
 @app.command("probes")
 @command
-def eval_probes(
-    target: Target,
-    suite: Suites = None,
-    json: Json = False,
-) -> Result:
+def eval_probes(target: Target, suite: Suites = None, json: Json = False) -> Result:
     """Measure probabilities of continuations and sentences.
 
     The values of a run's newest checkpoint are added to its evals.jsonl, and 'z2a watch' shows them as curves. Once
@@ -165,7 +158,7 @@ def eval_bench(
     ),
     form: Forms = None,
     shots: Annotated[
-        int | None, typer.Option("--shots", min=0, help="Number of examples in a prompt. Default: that of the task.")
+        int | None, typer.Option("--shots", min=0, help="Number of examples in a prompt. Default: the task's.")
     ] = None,
     limit: Annotated[
         int | None,
@@ -247,7 +240,7 @@ def eval_watch(
     """
     from zero2all.evals.probe_suite import load_suite
     from zero2all.evals.probes import default_suites
-    from zero2all.evals.report import WatchOptions, watch_run
+    from zero2all.evals.watch import WatchOptions, watch_run
     from zero2all.train import Run
 
     suites = [load_suite(name) for name in suite or default_suites(Run.open(run))]
@@ -259,8 +252,7 @@ def eval_watch(
 @app.command("report")
 @command
 def eval_report(
-    runs: Annotated[list[str], typer.Argument(help="Run directories.", metavar="RUN...")],
-    json: Json = False,
+    runs: Annotated[list[str], typer.Argument(help="Run directories.", metavar="RUN...")], json: Json = False
 ) -> Result:
     """Compare the evaluated checkpoints of runs, as Markdown.
 
@@ -268,9 +260,11 @@ def eval_report(
 
     Example: z2a eval report runs/first runs/deeper > evals.md
     """
-    from zero2all.evals.report import read_evals, report_markdown
+    from zero2all.track.eval_report import read_evals, report_markdown
+    from zero2all.train import Run
 
-    found = read_evals(runs)
+    opened = [(name, Run.open(Path(name))) for name in runs]
+    found = [read_evals(name, run.directory, run.tokenizer().vocab_size) for name, run in opened]
     return Result({"runs": found}, report_markdown(found))
 
 
@@ -283,7 +277,7 @@ def eval_lm_eval(
         Path | None,
         typer.Option(
             "--include-path",
-            help="A directory with YAML files of further tasks. Default: those of lm-eval.",
+            help="A directory with YAML files of further tasks. Default: only lm-eval's own.",
             metavar="DIR",
         ),
     ] = None,
@@ -304,7 +298,7 @@ def eval_lm_eval(
 
     Example: z2a eval lm-eval runs/first arc_easy --limit 200
     """
-    from zero2all.errors import need
+    from zero2all.base.errors import need
 
     need("lm_eval", "lm-eval")
     from zero2all.evals.lm_eval_model import run_lm_eval

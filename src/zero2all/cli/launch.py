@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from zero2all.base.environment import NOTIFY_VARIABLE, BackendChoice
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.machine.cpus import BindingMode
+from zero2all.base.network.addresses import DEFAULT_PORT, HostPort, OverlayKind
+from zero2all.base.processes import require_linux
 from zero2all.cli.conventions import HelpAll, Json, Result, resumable_command
-from zero2all.cpus import BindingMode
-from zero2all.elastic.restart_policy import NodePolicy, StragglerPolicy
-from zero2all.environment import NOTIFY_VARIABLE, BackendChoice
-from zero2all.errors import UsageError, Z2aError
-from zero2all.network import DEFAULT_PORT, HostPort, OverlayKind
-from zero2all.processes import require_linux
+from zero2all.cluster.launch.restart_policy import NodePolicy, StragglerPolicy
+
+if TYPE_CHECKING:
+    from zero2all.cluster.launch.launcher import LaunchConfig
 
 RankCommand = Annotated[
     list[str] | None,
@@ -26,13 +30,9 @@ RankCommand = Annotated[
     ),
 ]
 NprocPerNode = Annotated[
-    int,
-    typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one per GPU."),
+    int, typer.Option("--nproc-per-node", "--procs", min=1, help="Number of ranks on each node, usually one per GPU.")
 ]
-Nodes = Annotated[
-    str,
-    typer.Option("--nnodes", "--nodes", help="Number of nodes, or MIN:MAX for an elastic job."),
-]
+Nodes = Annotated[str, typer.Option("--nnodes", "--nodes", help="Number of nodes, or MIN:MAX for an elastic job.")]
 RdzvEndpoint = Annotated[
     str | None,
     typer.Option(
@@ -63,8 +63,8 @@ Advertise = Annotated[
     typer.Option(
         "--advertise",
         "--local-addr",
-        help="HOST or HOST:PORT at which other nodes reach this one. Default: its own address. The port is that of the "
-        "ranks' store, or with --overlay its UDP port.",
+        help="HOST or HOST:PORT at which other nodes reach this one. Default: its own address. The port belongs to the "
+        "ranks' store, or with --overlay to the overlay (UDP).",
         hidden=True,
     ),
 ]
@@ -119,7 +119,7 @@ HangAfter = Annotated[
         "--hang-after",
         min=1,
         help="Seconds without a step after which a rank counts as hung. Default: 600. A script that does not call "
-        "zero2all.elastic.heartbeat.beat is watched only if this is given, by its CPU time and I/O.",
+        "zero2all.cluster.launch.heartbeat.beat is watched only if this is given, by its CPU time and I/O.",
         hidden=True,
     ),
 ]
@@ -158,7 +158,7 @@ NumaBinding = Annotated[
     BindingMode,
     typer.Option(
         "--numa-binding",
-        help="CPUs of a rank: those of the NUMA node of its GPU, of one core complex (L3 cache) there, or off for "
+        help="CPUs of a rank: the NUMA node of its GPU, one core complex (L3 cache) there, or off for "
         "all. Default: node, where there are several NUMA nodes; ranks without GPUs are spread over them.",
         hidden=True,
     ),
@@ -240,32 +240,54 @@ def launch(
     if not rank_command:
         raise UsageError("give what every rank runs after --, such as: z2a launch --nproc-per-node 2 -- train my.yaml")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warnings add nothing
-    from zero2all.elastic.launcher import LaunchConfig
+    from zero2all.cluster.launch.launcher import LaunchConfig
 
     launch_config = LaunchConfig(
-        rank_command, nproc_per_node, _node_range(nodes), rdzv_endpoint, rdzv_listen, advertise, secret_file,
-        max_restarts, hang_after, grace, rdzv_timeout, numa_binding,
-        node_policy=NodePolicy(readmit, stragglers, notify), listen_ranks=listen, overlay=overlay,
-        backend=backend, island=island, islands_endpoint=islands_endpoint,
-    )  # fmt: skip
+        rank_command,
+        nproc_per_node,
+        _node_range(nodes),
+        rdzv_endpoint,
+        rdzv_listen,
+        advertise,
+        secret_file,
+        max_restarts,
+        hang_after,
+        grace,
+        rdzv_timeout,
+        numa_binding,
+        node_policy=NodePolicy(readmit, stragglers, notify),
+        listen_ranks=listen,
+        overlay=overlay,
+        backend=backend,
+        island=island,
+        islands_endpoint=islands_endpoint,
+    )
     if emit is None:
-        require_linux("z2a launch")
-        doctor = replace(launch_config, command=["doctor"], max_restarts=0, node_policy=NodePolicy())
-        if status := (doctor.run() if check else 0) or launch_config.run():
-            raise typer.Exit(status if status > 0 else 1)
-        return Result({"ranks": nproc_per_node, "command": rank_command}, f"{nproc_per_node} ranks finished")
+        return _run(launch_config, check=check)
+    return _emit(launch_config, emit, job_name, image, check=check)
+
+
+def _run(config: LaunchConfig, *, check: bool) -> Result:
+    require_linux("z2a launch")
+    doctor = replace(config, command=["doctor"], max_restarts=0, node_policy=NodePolicy())
+    if status := (doctor.run() if check else 0) or config.run():
+        raise typer.Exit(status if status > 0 else 1)
+    return Result({"ranks": config.procs, "command": config.command}, f"{config.procs} ranks finished")
+
+
+def _emit(config: LaunchConfig, scheduler: str, job_name: str, image: str, *, check: bool) -> Result:
     if check:
         raise UsageError("--check checks the nodes as they start: with --emit, run 'z2a launch ... -- doctor' there")
-    if island is not None:
+    if config.island is not None:
         raise UsageError(
             "--emit does not write --island: emit the job without it, and add it to each island's 'z2a launch'"
         )
-    from zero2all.elastic.job_files import JobResources, indexed_job, slurm_script
+    from zero2all.cluster.job_files import JobResources, indexed_job, slurm_script
 
-    gpus = nproc_per_node if _uses_gpus(rank_command) else 0
-    write = slurm_script if emit == "slurm" else indexed_job
-    text = write(launch_config, JobResources(job_name, gpus, image))
-    return Result({"emit": emit, "text": text}, text)
+    gpus = config.procs if _uses_gpus(config.command) else 0
+    write = slurm_script if scheduler == "slurm" else indexed_job
+    text = write(config, JobResources(job_name, gpus, image))
+    return Result({"emit": scheduler, "text": text}, text)
 
 
 def _node_range(nodes: str) -> tuple[int, int]:
@@ -275,8 +297,8 @@ def _node_range(nodes: str) -> tuple[int, int]:
     return int(min_nodes), int(max_nodes or min_nodes)
 
 
-def _uses_gpus(rank_command: list[str]) -> bool:
-    """Whether the ranks of a job want a GPU each. All do but those of a recipe for the CPU."""
+def _uses_gpus(rank_command: Sequence[str]) -> bool:
+    """Whether the ranks of a job want a GPU each. All do, except with a recipe for the CPU."""
     from zero2all.recipe import load_recipe
 
     recipe = Path(rank_command[1] if len(rank_command) > 1 else "")
@@ -289,7 +311,7 @@ def _uses_gpus(rank_command: list[str]) -> bool:
 
 def _serve_rendezvous(rank_command: list[str] | None, listen: str | None, secret_file: Path | None) -> Result:
     require_linux("z2a launch --rendezvous-only")
-    from zero2all.elastic.rendezvous_server import serve_rendezvous
+    from zero2all.cluster.launch.rendezvous_server import serve_rendezvous
 
     if rank_command:
         raise UsageError("--rendezvous-only runs no ranks: leave out the command after --")

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from zero2all import __version__
+from zero2all.base.processes import stop_on_signals
 from zero2all.cli import (
     bench,
     chat,
@@ -29,7 +30,6 @@ from zero2all.cli import (
 from zero2all.cli import eval as eval_command
 from zero2all.cli import plan as plan_command
 from zero2all.cli.conventions import ERROR_FILE, print_json
-from zero2all.processes import stop_on_signals
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zero2all.base.console import ProgressTask, progress
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.units import parse_count
 from zero2all.cli.conventions import Json, Overrides, Result, command
-from zero2all.console import ProgressTask, progress
-from zero2all.errors import UsageError, Z2aError
-from zero2all.units import parse_count
 
 if TYPE_CHECKING:
     from zero2all.model.hf_weights import HFSummary
@@ -87,15 +87,13 @@ Recovery = Annotated[
     float, typer.Option("--recovery", min=0, help="Seconds from a failure to the first step after the restart.")
 ]
 Layers = Annotated[
-    bool,
-    typer.Option("--layers", help="Also list layers, parameters, FLOPs, kernels and shape advice."),
+    bool, typer.Option("--layers", help="Also list layers, parameters, FLOPs, kernels and shape advice.")
 ]
 Trace = Annotated[
     bool, typer.Option("--trace", help="Also trace the memory of a rank, one layer of each kind, in some seconds.")
 ]
 Pictures = Annotated[
-    Path | None,
-    typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline. Default: none."),
+    Path | None, typer.Option("--svg", help="Directory for pictures of memory, pipeline and roofline. Default: none.")
 ]
 Against = Annotated[
     Path | None,
@@ -157,7 +155,7 @@ def plan(
         if gpu == HERE:
             _refuse("--gpu here", {name: details[name] for name in ("--trace", "--svg", "--against")})
             _refuse("--gpu here", {"--net": net, "--tokens": tokens, "--price": price})
-            return _measure(recipe, overrides or [], None if gpus is None else _one_count(gpus), layers)
+            return _measure(recipe, overrides or [], None if gpus is None else _one_count(gpus), layers=layers)
         counts = _gpu_counts(gpus or "8")
         asked = Question(length, price, Pauses(stall, recovery), layers, trace, svg, against)
         if len(counts) == 1 and not search:
@@ -188,8 +186,8 @@ def _try(recipe: Path, overrides: list[str], gpu: str | None, gpus: str | None) 
     return Result(report, tune_text(report))
 
 
-def _measure(name: str, overrides: list[str], gpus: int | None, layers: bool) -> Result:
-    from zero2all.hardware import pick_device, pick_gpu
+def _measure(name: str, overrides: list[str], gpus: int | None, *, layers: bool) -> Result:
+    from zero2all.base.machine.devices import pick_device, pick_gpu
     from zero2all.model.cost.describe import describe_model, model_text
     from zero2all.train.estimate import estimate_run
 
@@ -221,13 +219,13 @@ def _search(recipe: Recipe, cluster: Cluster, task: ProgressTask) -> Result:
 def _scale(
     recipe: Recipe, clusters: list[Cluster], tokens: int | None, price: float | None, svg: Path | None
 ) -> Result:
-    from zero2all.charts.svg import line_svg
-    from zero2all.planner.plan import Plan, plan_run
+    from zero2all.base.charts.svg import line_svg
+    from zero2all.planner.plan import CostPlan, plan_run
     from zero2all.planner.scaling import scaling_plot, scaling_rows, scaling_text
     from zero2all.train.hyperparameters import with_hyperparameters
     from zero2all.train.micro_batch import estimate_micro_batch
 
-    def planned(cluster: Cluster) -> Plan | UsageError:
+    def planned(cluster: Cluster) -> CostPlan | UsageError:
         try:
             chosen = estimate_micro_batch(recipe, cluster.gpus, cluster.gpu.memory)
             return plan_run(with_hyperparameters(recipe, chosen), cluster, tokens, price)
@@ -244,6 +242,7 @@ def _scale(
 def _plan(
     name: str, overrides: list[str], gpu: str, gpus: int, net: str | None, per_node: int | None, asked: Question
 ) -> Result:
+    from zero2all.bench.profile.memory_trace import trace_lines, trace_memory
     from zero2all.experiments.planned_run import check_plan, check_text, read_run
     from zero2all.model.cost.describe import describe_model, model_text, with_precision_of
     from zero2all.planner.pipeline import simulate
@@ -252,7 +251,6 @@ def _plan(
     from zero2all.planner.plan_text import plan_text
     from zero2all.planner.search import cheapest_changes
     from zero2all.planner.workload import GPU, largest_stage
-    from zero2all.profiling.memory_trace import trace_lines, trace_memory
     from zero2all.recipe import PRESETS
     from zero2all.train.estimate import estimate_run
     from zero2all.train.hyperparameters import fill_hyperparameters, with_hyperparameters
@@ -282,16 +280,21 @@ def _plan(
     model = describe_model(recipe, GPU, cluster.gpu) if asked.layers else None
     lines = [
         *_weights_lines(weights, recipe),
-        plan_text(planned, timeline, changes, asked.layers),
+        plan_text(planned, timeline, changes, layers=asked.layers),
         *trace_lines(traces),
     ]
     lines += ["", "training:", *training.lines] if training else []
     lines += ["", check_text(checks)] if checks else []
     lines += ["", model_text(model)] if model else []
     data = {
-        "weights": weights, "plan": planned, "changes": changes, "checks": checks, "traces": traces,
-        "training": training and training.estimate, "model": model,
-    }  # fmt: skip
+        "weights": weights,
+        "plan": planned,
+        "changes": changes,
+        "checks": checks,
+        "traces": traces,
+        "training": training and training.estimate,
+        "model": model,
+    }
     return Result(data, "\n".join(lines))
 
 
@@ -326,7 +329,7 @@ def _clusters(gpu: str, counts: list[int], net: str | None, per_node: int | None
     entry, bandwidth = find_entry(gpu), None if net is None else parse_bandwidth(net)
     clusters = [Cluster.of(entry, gpus, bandwidth, per_node) for gpus in counts]
     for cluster in clusters:
-        check_links(entry, cluster, bandwidth is not None)
+        check_links(entry, cluster, has_network=bandwidth is not None)
     return clusters
 
 

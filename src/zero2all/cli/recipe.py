@@ -67,7 +67,7 @@ def check(
 
 def _vocabulary_mistakes(recipe: Recipe) -> Iterable[Mistake]:
     if recipe.model.vocab_size is None:
-        return []  # that of the tokenizer, which need not be read
+        return []  # the tokenizer's size, and that need not be read
     from zero2all.tokenizer.vocabulary_check import vocabulary_mistakes
 
     return vocabulary_mistakes(recipe)
@@ -84,7 +84,7 @@ def _vocabulary_remark(recipe: Recipe) -> str | None:
 def _reward_mistakes(recipe: Recipe) -> Iterable[Mistake]:
     if not recipe.train.objective.grpo.rewards:
         return []
-    from zero2all.train.rollouts import reward_mistakes
+    from zero2all.train.objectives.rollouts import reward_mistakes
 
     return reward_mistakes(recipe)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from zero2all.base.errors import UsageError
 from zero2all.cli.conventions import (
     CheckpointStep,
     Json,
@@ -23,7 +24,6 @@ from zero2all.cli.conventions import (
     command,
     resumable_command,
 )
-from zero2all.errors import UsageError
 
 ExportFormatChoice = Literal["hf", "gguf", "adapter"]
 ExportDtypeChoice = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
@@ -58,8 +58,7 @@ def quickstart(
         ),
     ] = None,
     more: Annotated[
-        list[str] | None,
-        typer.Argument(help="More paths for --corpus, and recipe overrides such as train.steps=50."),
+        list[str] | None, typer.Argument(help="More paths for --corpus, and recipe overrides such as train.steps=50.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Then fine-tune it on conversations, and check its answers.")
@@ -101,9 +100,9 @@ def train(
 
     loaded = load_recipe(recipe, [*(overrides or []), *name_overrides(name)])  # a mistake in it need not wait for torch
 
+    from zero2all.base.processes import process_start_time
     from zero2all.evals import evaluate_bpb
     from zero2all.experiments.planned_run import record_plan
-    from zero2all.processes import process_start_time
     from zero2all.train import ScheduleChangedError, TrainerHooks, train
 
     try:
@@ -132,8 +131,7 @@ def export(
     format: Annotated[
         ExportFormatChoice,
         typer.Option(
-            "--format",
-            help="Format: hf (a Hugging Face directory), gguf (a file for llama.cpp) or adapter (for PEFT).",
+            "--format", help="Format: hf (a Hugging Face directory), gguf (a file for llama.cpp) or adapter (for PEFT)."
         ),
     ] = "hf",
     dtype: Annotated[

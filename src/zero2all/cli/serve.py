@@ -45,24 +45,24 @@ def serve(
     """
     import secrets
 
-    from zero2all.console import say
-    from zero2all.errors import need
+    from zero2all.base.console import say
+    from zero2all.base.errors import need
+    from zero2all.base.units import show_bytes
     from zero2all.evals.target import find_target
-    from zero2all.units import show_bytes
 
     need("starlette", "serve")
     need("uvicorn", "serve")
     from zero2all.export.run_export import begin_token
-    from zero2all.serve.api_answers import ServedModel
-    from zero2all.serve.app import ServerLimits, build_api
-    from zero2all.serve.engine import Engine
+    from zero2all.generation.serve.api_answers import ServedModel
+    from zero2all.generation.serve.app import ServerLimits, build_api
+    from zero2all.generation.serve.engine import ServingEngine
     from zero2all.track.http_server import serve as run_server
 
     found = find_target(target, step)
     begin_id = begin_token(found.run) if found.run is not None else found.tokenizer.begin_token_id
     is_base = not found.run.recipe.train.objective.is_chat if found.run else found.tokenizer.chat_template is None
     served = ServedModel(_name(found), found.tokenizer, begin_id, is_base)
-    engine = Engine(_load(found, dtype), found.tokenizer, slots, MAX_WAITING, context)
+    engine = ServingEngine(_load(found, dtype), found.tokenizer, slots, MAX_WAITING, context)
     given = os.environ.get(KEY_VARIABLE)
     key = given or secrets.token_urlsafe(24)
     app = build_api(engine, served, key, ServerLimits(max_tokens=max_tokens))

@@ -30,18 +30,14 @@ app = typer.Typer(help="Train, import, evaluate, inspect and export tokenizers."
 @app.command()
 @resumable_command
 def train(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    workers: Workers = None,
-    ray: Ray = None,
-    json: Json = False,
+    recipe: RecipePath, overrides: Overrides = None, workers: Workers = None, ray: Ray = None, json: Json = False
 ) -> Result:
     """Train a byte-level BPE tokenizer in bounded memory.
 
     Example: z2a tokenizer train my.yaml tokenizer.vocab_size=65536 tokenizer.max_memory=4GiB
     """
-    from zero2all.engine import available_cores
-    from zero2all.io import MANIFEST, read_json
+    from zero2all.base.io import MANIFEST, read_json
+    from zero2all.base.tasks import available_cores
     from zero2all.recipe import load_recipe
     from zero2all.tokenizer import train_tokenizer
     from zero2all.tokenizer.manifest import KIND
@@ -107,9 +103,9 @@ def evaluate(
 
     Example: z2a tokenizer eval runs/mine/tokenizer qwen3/ --text zh=zh.jsonl --text en=en.txt --svg fit.svg
     """
+    from zero2all.base.errors import UsageError
+    from zero2all.base.io import write_text
     from zero2all.corpus.ingest import document_texts
-    from zero2all.errors import UsageError
-    from zero2all.io import write_text
     from zero2all.tokenizer.evaluate import evaluate_tokenizers, render_svg, render_table
 
     if wrong := [given for given in text if "=" not in given]:
@@ -138,7 +134,7 @@ def inspect(
 
     Example: z2a tokenizer inspect runs/mine/tokenizer "春眠不觉晓 def f(x):" --html tokens.html
     """
-    from zero2all.io import write_text
+    from zero2all.base.io import write_text
     from zero2all.tokenizer import Tokenizer
     from zero2all.tokenizer.token_spans import render_html, render_terminal, summary, token_spans
 
@@ -147,7 +143,7 @@ def inspect(
     if html is not None:
         write_text(html, render_html(spans, "Tokens"))
     data = {"tokens": [{"id": span.id, "text": span.display_text, "hex": span.data.hex()} for span in spans]}
-    return Result(data, f"{render_terminal(spans, sys.stdout.isatty())}\n\n{summary(spans)}")
+    return Result(data, f"{render_terminal(spans, colour=sys.stdout.isatty())}\n\n{summary(spans)}")
 
 
 @app.command()

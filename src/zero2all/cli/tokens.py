@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from zero2all.base.errors import UsageError
 from zero2all.cli.conventions import (
     Json,
     Overrides,
@@ -19,7 +20,6 @@ from zero2all.cli.conventions import (
     resumable_command,
     task_engine,
 )
-from zero2all.errors import UsageError
 
 app = typer.Typer(help="Tokenize documents; show which tokens are learned.", no_args_is_help=True)
 
@@ -27,19 +27,15 @@ app = typer.Typer(help="Tokenize documents; show which tokens are learned.", no_
 @app.command()
 @resumable_command
 def build(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    ray: Ray = None,
-    verify: VerifyOutput = False,
-    json: Json = False,
+    recipe: RecipePath, overrides: Overrides = None, ray: Ray = None, verify: VerifyOutput = False, json: Json = False
 ) -> Result:
     """Tokenize documents into a Megatron-compatible store.
 
     Example: z2a tokens build my.yaml
     """
+    from zero2all.base.units import show_count
     from zero2all.recipe import load_recipe
     from zero2all.tokens import build_tokens
-    from zero2all.units import show_count
 
     loaded = load_recipe(recipe, overrides)
     where = task_engine(1, ray)  # a single process already uses all cores
@@ -51,7 +47,13 @@ def build(
         refuse_store_change(loaded.tokens_dir, loaded.out, remedy)
 
     built = build_tokens(
-        loaded.tokens, loaded.documents_dir, loaded.tokenizer_dir, loaded.tokens_dir, where, before_replace, verify
+        loaded.tokens,
+        loaded.documents_dir,
+        loaded.tokenizer_dir,
+        loaded.tokens_dir,
+        where,
+        before_replace,
+        verify=verify,
     )
     text = f"{show_count(built.tokens)} tokens in {loaded.tokens_dir}"
     return Result(
@@ -87,4 +89,4 @@ def inspect(
     store.require_kinds(loaded.train.objective, loaded.train.mixture_names)
     dataset = Plan(loaded, store).stages[0].dataset
     found = inspect_conversations(dataset, Tokenizer(loaded.tokenizer_dir), count)
-    return Result({"conversations": found}, render_conversations(found, sys.stdout.isatty()))
+    return Result({"conversations": found}, render_conversations(found, colour=sys.stdout.isatty()))

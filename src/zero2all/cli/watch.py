@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zero2all.base.errors import UsageError, need
 from zero2all.cli.conventions import Json, Result, RunPath, command
-from zero2all.errors import UsageError, need
 
 if TYPE_CHECKING:
     from zero2all.track.run_view import RunView
@@ -58,7 +58,7 @@ def watch(
 
     Example: z2a watch runs/first --html first.html
     """
-    from zero2all.console import console
+    from zero2all.base.console import console
     from zero2all.track.terminal import checked_status, health_report_lines, watch_terminal
 
     if sum((once, tty, html is not None)) > 1:
@@ -111,7 +111,7 @@ def blame(
         first, stop = result["samples"]
         lines = [f"step {step}: samples {first} to {stop - 1}"]
     else:
-        result = blame_step(opened, step, lowest)
+        result = blame_step(opened, step, lowest=lowest)
         lines = [f"step {step}: mean loss {result['loss']:.4f} with the weights of step {result['checkpoint']}"]
     for document in result["documents"][: None if no_loss else SHOWN_DOCUMENTS]:
         words = " ".join(document["text"].split())[:100]
@@ -123,7 +123,7 @@ def blame(
     return Result(result, "\n".join(lines))
 
 
-def _open_runs(targets: list[str], ssh: str, read: bool = True) -> list[RunView]:
+def _open_runs(targets: list[str], ssh: str, *, read: bool = True) -> list[RunView]:
     from zero2all.track.run_locations import find_runs
     from zero2all.track.run_view import RunView
 
@@ -134,7 +134,7 @@ def _open_runs(targets: list[str], ssh: str, read: bool = True) -> list[RunView]
 
 
 def _write_page(runs: list[RunView], html: Path) -> Result:
-    from zero2all.io import write_text
+    from zero2all.base.io import write_text
     from zero2all.track.html_report import report_html
 
     write_text(html, report_html(runs))
@@ -143,7 +143,7 @@ def _write_page(runs: list[RunView], html: Path) -> Result:
 
 def _serve_page(runs: list[RunView], local_targets: list[str], host: str, port: int, key_file: Path | None) -> None:
     """Runs that begin below a local target later are shown too."""
-    from zero2all.console import say
+    from zero2all.base.console import say
 
     need("starlette", "track")
     need("uvicorn", "track")

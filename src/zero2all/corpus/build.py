@@ -13,7 +13,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from zero2all.console import progress, warn
+from zero2all.base.console import progress, warn
+from zero2all.base.directory_lock import lock_output
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import MANIFEST, atomic_dir, fingerprint, read_json, refuse_strangers
+from zero2all.base.manifest import all_files, is_current, write_manifest
+from zero2all.base.paths import is_url
+from zero2all.base.records import parse_record
+from zero2all.base.tasks import TaskEngine, available_cores
+from zero2all.base.units import show_bytes
 from zero2all.corpus.dedup.stage import evaluation_files, find_drops, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
@@ -32,40 +40,11 @@ from zero2all.corpus.manifest import (
     reasons_text,
 )
 from zero2all.corpus.mapping import resolve_mapping
-from zero2all.corpus.part_files import (
-    PartFile,
-    PartRecord,
-    PartTask,
-    group_small_files,
-    part_path,
-    write_part,
-)
-from zero2all.corpus.readers import (
-    LINK_OUTSIDE_SOURCE,
-    MISSING_REASONS,
-    list_files,
-    missing_packages,
-    split_large_file,
-)
+from zero2all.corpus.part_files import PartFile, PartRecord, PartTask, group_small_files, part_path, write_part
+from zero2all.corpus.readers import LINK_OUTSIDE_SOURCE, MISSING_REASONS, list_files, missing_packages, split_large_file
 from zero2all.corpus.validation_split import LONG_CHARACTERS, split_parts
-from zero2all.directory_lock import lock_output
-from zero2all.engine import Engine, available_cores
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import (
-    MANIFEST,
-    all_files,
-    atomic_dir,
-    fingerprint,
-    is_current,
-    read_json,
-    refuse_strangers,
-    write_manifest,
-)
-from zero2all.paths import is_url
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 from zero2all.recipe.source_names import source_file_names
-from zero2all.records import parse_record
-from zero2all.units import show_bytes
 
 KIND = "documents"
 FORMAT = 6  # raised when the same inputs and options give other documents than before
@@ -78,8 +57,9 @@ MIN_PARALLEL_BYTES = 8_000_000  # one process reads and cleans them before other
 def build_corpus(
     recipe: CorpusRecipe,
     out: Path,
-    engine: Engine | None = None,
+    engine: TaskEngine | None = None,
     before_replace: Callable[[], None] = lambda: None,
+    *,
     verify: bool = False,
 ) -> BuiltCorpus:
     """Read, clean, deduplicate and split every source into ``out``; return its manifest.
@@ -88,11 +68,11 @@ def build_corpus(
     byte of finished output is compared with its checksum, not only samples.
     """
     with lock_output(out, "corpus build"):
-        return _build_corpus(recipe, out, engine or Engine(), before_replace, verify)
+        return _build_corpus(recipe, out, engine or TaskEngine(), before_replace, verify=verify)
 
 
 def _build_corpus(
-    recipe: CorpusRecipe, out: Path, engine: Engine, before_replace: Callable[[], None], verify: bool
+    recipe: CorpusRecipe, out: Path, engine: TaskEngine, before_replace: Callable[[], None], *, verify: bool
 ) -> BuiltCorpus:
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
@@ -109,7 +89,7 @@ def _build_corpus(
     key = fingerprint([[task.key for task in tasks], options, evaluation])
     missing = missing_packages()
     key_with_missing = fingerprint([key, missing])  # of a corpus without the files that need them
-    if any(is_current(out, KIND, one, verify) for one in (key, key_with_missing)):
+    if any(is_current(out, KIND, one, verify=verify) for one in (key, key_with_missing)):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
     refuse_strangers(out, KIND)  # like the filters: before hours of reading
@@ -213,7 +193,7 @@ def _plan_parts(recipe: CorpusRecipe, models: Any) -> list[PartTask]:
     ]
 
 
-def _write_parts(engine: Engine, recipe: CorpusRecipe, tasks: list[PartTask], directory: Path) -> list[PartRecord]:
+def _write_parts(engine: TaskEngine, recipe: CorpusRecipe, tasks: list[PartTask], directory: Path) -> list[PartRecord]:
     total = sum(task.bytes for task in tasks)
     # Large files first, so that the last task to end is a short one.
     by_size = sorted(tasks, key=lambda task: -task.bytes)
@@ -242,7 +222,7 @@ def _remove_stale_parts(directory: Path, parts: list[PartRecord]) -> None:
             path.unlink()
 
 
-def _write_shards(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], out: Path) -> list[WrittenShards]:
+def _write_shards(engine: TaskEngine, recipe: CorpusRecipe, parts: list[PartFile], out: Path) -> list[WrittenShards]:
     for split in SPLITS:
         (out / split).mkdir()
     tasks = []
@@ -317,7 +297,7 @@ def _sum_counts(counted: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[str, SkippedBySource]:
-    """By source: records that gave no document, and files that could not be read, each with its reason."""
+    """What was skipped, by source: records that gave no document, and unreadable files, each with its reason."""
     found = {}
     for source in recipe.sources:
         mine = [part for part in parts if part.source == source.name]
@@ -330,7 +310,7 @@ def _skipped_by_source(recipe: CorpusRecipe, parts: list[PartRecord]) -> dict[st
 
 
 def _merge_skipped(skipped: Iterable[tuple[PartRecord, dict[str, SkippedFiles]]]) -> dict[str, SkippedFiles]:
-    """Of parts in their order. A large file has several, one after the other, and counts once."""
+    """Merge the files of parts in their order. A large file has several parts, one after the other, and counts once."""
     merged: dict[str, SkippedFiles] = {}
     last: dict[str, list[str]] = {}
     for part, by_reason in skipped:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from zero2all.conversation import ChatExample, MalformedConversationError, SourceKind
+from zero2all.base.conversation import ChatExample, MalformedConversationError, SourceKind
 from zero2all.corpus.chat_shapes import find_example
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import BoundFilter, Change, Drop, FilterOutcome
@@ -49,7 +49,7 @@ class ConversationMapping:
     kind: SourceKind
 
     def map_record(self, record: Mapping[str, Any]) -> dict[str, str] | None:
-        """As ``FieldMapping.map_record``; raises UnreadableItemError with the reason if it is not a conversation."""
+        """Map it like ``FieldMapping``; raises UnreadableItemError with the reason if it is not a conversation."""
         path = self.messages_field or ""
         outer, _, field = ("", "", path) if path in record else path.rpartition(".")
         holder = lookup_field(record, outer) if outer else record  # tools and system prompt are beside the messages

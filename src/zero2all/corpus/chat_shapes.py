@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.conversation import (
+from zero2all.base.conversation import (
     BROKEN_CALL,
     ChatExample,
     MalformedConversationError,

@@ -14,21 +14,12 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.console import progress
-from zero2all.engine import Engine
-from zero2all.io import (
-    MANIFEST,
-    atomic_dir,
-    atomic_path,
-    fingerprint,
-    is_current,
-    read_documents_manifest,
-    read_json,
-    sha256_file,
-    write_manifest,
-)
-from zero2all.paths import arrow_source
-from zero2all.records import parse_record
+from zero2all.base.console import progress
+from zero2all.base.io import MANIFEST, atomic_dir, atomic_path, fingerprint, read_json, sha256_file
+from zero2all.base.manifest import is_current, read_documents_manifest, write_manifest
+from zero2all.base.paths import arrow_source
+from zero2all.base.records import parse_record
+from zero2all.base.tasks import TaskEngine
 
 KIND = "exported documents"
 FORMAT = 1  # raised when the same documents and options give other files than before
@@ -55,7 +46,7 @@ class ExportManifest:
     key: str
     documents: int
     bytes: int
-    """Of all files, before compression."""
+    """The size of all files, before compression."""
     options: ExportOptions
     files: dict[str, str]
     """sha256 of every file."""
@@ -71,7 +62,7 @@ class ExportedShard:
 
 
 def export_documents(
-    documents: Path, out: Path, options: ExportOptions | None = None, engine: Engine | None = None
+    documents: Path, out: Path, options: ExportOptions | None = None, engine: TaskEngine | None = None
 ) -> ExportManifest:
     """Write the documents of a corpus to ``out``, complete or not at all. An export that is up to date is kept."""
     options = options or ExportOptions()
@@ -87,7 +78,7 @@ def export_documents(
     ]
     with atomic_dir(out, KIND) as partial, progress("exporting documents", len(shards)) as advance:
         tasks = [(documents, split, shard, partial, options) for split, shard in shards]
-        written = (engine or Engine()).run(write_export, tasks, lambda task: advance(1))
+        written = (engine or TaskEngine()).run(write_export, tasks, lambda task: advance(1))
         exported = ExportManifest(
             key=key,
             documents=sum(shard.documents for shard in written),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.corpus.filters import build_filters, filter_problems
 from zero2all.corpus.filters.quality_classifier import quality_model_checksums
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.readers.listing import path_problem
-from zero2all.errors import UsageError, Z2aError
 from zero2all.recipe import Mistake, Recipe
 
 
@@ -17,7 +17,7 @@ def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     """Paths that do not exist, also of test sets, unknown field mappings, unknown filters, wrong options of filters."""
     for number, source in enumerate(recipe.corpus.sources):
         key = f"corpus.sources.{number}"
-        yield from _path_mistakes(f"{key}.paths", source.paths, source.follow_links)
+        yield from _path_mistakes(f"{key}.paths", source.paths, follow_links=source.follow_links)
         try:
             resolve_mapping(source)
         except UsageError as error:
@@ -31,9 +31,9 @@ def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             yield Mistake(problem, (f"corpus.filters.{number}",))
 
 
-def _path_mistakes(key: str, paths: list[str], follow_links: bool) -> Iterator[Mistake]:
+def _path_mistakes(key: str, paths: list[str], *, follow_links: bool) -> Iterator[Mistake]:
     for number, path in enumerate(paths):
-        if (problem := path_problem(path, follow_links)) is not None:
+        if (problem := path_problem(path, follow_links=follow_links)) is not None:
             yield Mistake(problem, (f"{key}.{number}",))
 
 

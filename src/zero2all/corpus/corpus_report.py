@@ -13,16 +13,17 @@ from urllib.parse import urlsplit
 import numpy as np
 import pyarrow.parquet as pq
 
-from zero2all.charts.page import html_page
-from zero2all.charts.svg import Bar, Link, bar_svg, sankey_svg
-from zero2all.console import progress
+from zero2all.base.charts.page import html_page
+from zero2all.base.charts.svg import Bar, Link, bar_svg, sankey_svg
+from zero2all.base.console import progress
+from zero2all.base.io import MANIFEST
+from zero2all.base.manifest import read_manifest
+from zero2all.base.paths import arrow_source
+from zero2all.base.records import parse_record
+from zero2all.base.units import show_bytes, show_count, show_number
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import classify_text
 from zero2all.corpus.manifest import CorpusManifest, Example, SkippedBySource, SkippedFiles, SourceCounts, SplitShards
-from zero2all.io import MANIFEST, read_manifest
-from zero2all.paths import arrow_source
-from zero2all.records import parse_record
-from zero2all.units import show_bytes, show_count, show_number
 
 MAX_DOCUMENTS_PER_SOURCE = 20_000  # of each source; enough for every statistic here
 EXCERPT_CHARACTERS = 300

@@ -57,7 +57,7 @@ def gid_maker(data_src: str) -> Callable[[bytes, bytes], str]:
 
 
 def is_validation(gid: str, holdout: float) -> bool:
-    """By the document itself, so that growing a corpus never moves a document across the split."""
+    """Decide by the document itself, so that growing a corpus never moves a document across the split."""
     return gid_position(gid) < holdout
 
 
@@ -71,7 +71,7 @@ def is_taken(gid: str, share: float) -> bool:
     return int(gid[12:24], 16) / 2**48 < share
 
 
-def gid_in_split(text: str, valid: bool, holdout: float) -> str:
+def gid_in_split(text: str, *, valid: bool, holdout: float) -> str:
     """A gid for part of a document: a hash of ``text`` with its position on the given side of the split."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     limit = min(math.ceil(holdout * 2**48), 2**48 - 1)
@@ -107,7 +107,7 @@ _PRODUCT_NAME = re.compile(r"^[\w.-]+\.(?:js|vue|go|net)$", re.IGNORECASE)  # No
 
 
 def is_code_path(path: str) -> bool:
-    """By the lowercase extension: U.S is a country, not assembly language."""
+    """Decide by the lowercase extension: U.S is a country, not assembly language."""
     name = path.replace("\\", "/").rpartition("/")[2]
     _, dot, ending = name.rpartition(".")
     return dot + ending in CODE_EXTENSIONS or dot + ending in CONFIG_EXTENSIONS or name in CODE_FILE_NAMES

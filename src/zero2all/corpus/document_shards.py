@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.base.io import atomic_path, sha256_file
+from zero2all.base.manifest import sampled_digest
+from zero2all.base.paths import RemotePath, arrow_source
 from zero2all.corpus.dedup.drops import read_drops
 from zero2all.corpus.document import Document, is_validation
 from zero2all.corpus.ingest import count_drop
 from zero2all.corpus.manifest import SPLITS, DroppedDocuments, SplitShards
 from zero2all.corpus.part_files import DocumentWriter, PartFile
-from zero2all.io import atomic_path, sampled_digest, sha256_file
-from zero2all.paths import RemotePath, arrow_source
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero2all.console import progress
+from zero2all.base.console import progress
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.network.http_client import UnansweredError
+from zero2all.base.network.openai_client import Endpoint
+from zero2all.base.redact import redact
 from zero2all.corpus.chat_shapes import find_example
-from zero2all.endpoint import Endpoint
-from zero2all.errors import UsageError, Z2aError
-from zero2all.http_client import UnansweredError
-from zero2all.redact import redact
 
 EXAMPLES = 4
 MAX_SIMILARITY = 0.7  # of the n-grams of two instructions
@@ -35,7 +35,7 @@ class GenerateOptions:
     """How new conversations are made."""
 
     endpoint: str
-    """Such as ``http://127.0.0.1:8000/v1``."""
+    """The URL of an API, such as ``http://127.0.0.1:8000/v1``."""
     model: str
     count: int
     max_tokens: int = 512
@@ -48,7 +48,7 @@ class GenerateOptions:
 @dataclass(frozen=True)
 class GeneratedConversations:
     written: int
-    """By this call."""
+    """The number that this call wrote."""
     total: int
     too_similar: int
     failed: int

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.conversation import SourceKind
+from zero2all.base.conversation import SourceKind
+from zero2all.base.units import show_bytes
 from zero2all.corpus.document import Document
 from zero2all.corpus.readers import MISSING_REASONS
-from zero2all.units import show_bytes
 
 SPLITS = ("train", "valid")
 MAX_NAMES_PER_REASON = 20  # of skipped files
@@ -72,7 +72,7 @@ class SourceCounts:
     changed: dict[str, int]
     """Documents by the filter that changed them."""
     dropped: dict[str, DroppedDocuments]
-    """By reason."""
+    """Dropped documents by reason."""
     quarantine: list[str]
     """Where broken records are, each with its reason."""
 
@@ -98,7 +98,7 @@ class SkippedBySource:
     documents: dict[str, int]
     """Records by reason."""
     files: dict[str, SkippedFiles]
-    """By reason."""
+    """Skipped files by reason."""
     record_files: dict[str, SkippedFiles] = field(default_factory=dict)
     """Files with such records, by reason. Empty in manifests of 0.2."""
 
@@ -112,7 +112,7 @@ class CorpusManifest:
     documents: int
     bytes: int
     splits: dict[str, dict[str, SplitShards]]
-    """By split and source."""
+    """Shards by split and source."""
     sources: dict[str, SourceCounts]
     left_out: dict[str, SkippedBySource]
     filters: list[str | dict[str, Any]]

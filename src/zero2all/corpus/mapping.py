@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from typing import Any
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.package_data import read_package_table
 from zero2all.recipe import SourceRecipe
 
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
@@ -58,7 +57,7 @@ class FieldMapping:
         used: set[str] = set()
         for ours in DOCUMENT_FIELDS:
             for rule in self.rules.get(ours, ()):
-                match = _apply_rule(rule, record, ours == "id")
+                match = _apply_rule(rule, record, allow_numbers=ours == "id")
                 if match is not None:
                     texts[ours] = match[0]
                     used.update(match[1])
@@ -72,7 +71,7 @@ class FieldMapping:
 
 AUTOMATIC = FieldMapping()
 
-_KNOWN = tomllib.loads((files("zero2all.corpus") / "mapping_presets.toml").read_text(encoding="utf-8"))
+_KNOWN = read_package_table(__package__, "mapping_presets.toml")
 
 MAPPING_PRESETS: dict[str, FieldMapping] = {
     "automatic": AUTOMATIC,
@@ -97,9 +96,9 @@ def find_preset(names: Iterable[str]) -> str:
     return next((name for name, preset in _KNOWN.items() if available.issuperset(preset["fields"])), "automatic")
 
 
-def _apply_rule(rule: str, record: Mapping[str, Any], allow_numbers: bool) -> RuleMatch | None:
+def _apply_rule(rule: str, record: Mapping[str, Any], *, allow_numbers: bool) -> RuleMatch | None:
     if "{" not in rule:
-        text = _field_text(record, rule, allow_numbers)
+        text = _field_text(record, rule, allow_numbers=allow_numbers)
         return (text, (rule.removesuffix(HTML_SUFFIX),)) if text.strip() else None
     used: list[str] = []
     kept_lines = []
@@ -112,8 +111,8 @@ def _apply_rule(rule: str, record: Mapping[str, Any], allow_numbers: bool) -> Ru
     return ("\n".join(kept_lines), tuple(used)) if used else None
 
 
-def _field_text(record: Mapping[str, Any], name: str, allow_numbers: bool) -> str:
-    text = _to_text(lookup_field(record, name.removesuffix(HTML_SUFFIX)), allow_numbers)
+def _field_text(record: Mapping[str, Any], name: str, *, allow_numbers: bool) -> str:
+    text = _to_text(lookup_field(record, name.removesuffix(HTML_SUFFIX)), allow_numbers=allow_numbers)
     if not name.endswith(HTML_SUFFIX) or not text:
         return text
     from zero2all.corpus.readers.web_pages import html_to_text  # here, because readers import the default field names
@@ -122,7 +121,7 @@ def _field_text(record: Mapping[str, Any], name: str, allow_numbers: bool) -> st
 
 
 def lookup_field(record: Mapping[str, Any], path: str) -> Any:
-    """By its full name first: names with dots in them exist."""
+    """Look up a field by its full name first: names with dots in them exist."""
     if path in record or "." not in path:
         return record.get(path)
     first, _, rest = path.partition(".")
@@ -130,7 +129,7 @@ def lookup_field(record: Mapping[str, Any], path: str) -> Any:
     return lookup_field(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _to_text(value: Any, allow_numbers: bool) -> str:
+def _to_text(value: Any, *, allow_numbers: bool) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(line, str) for line in value):

@@ -19,13 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zero2all.base.io import atomic_path, fingerprint, sha256_file, write_record
+from zero2all.base.manifest import read_finished
 from zero2all.corpus.chat_documents import filter_example
 from zero2all.corpus.document import SCHEMA, Document
 from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
 from zero2all.corpus.ingest import FileStats, count_drop, read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile, ReadLimits
-from zero2all.io import atomic_path, fingerprint, read_finished, sha256_file, write_record
 from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import source_file_name
 
@@ -33,7 +34,7 @@ ROW_GROUP_BYTES = 8_000_000
 MAX_PENDING_BATCHES = 256  # a batch of one short document takes kilobytes
 SMALL_FILE_BYTES = 256_000  # below, files share a part
 GROUP_BYTES = 8_000_000  # of small files in a part
-# Of the files of a part together, so that many small bombs do not add up.
+# Over the files of a part together, so that many small bombs do not add up.
 PART_LIMITS = ReadLimits(ratio_check_bytes=2**30)
 GROUP_FILES, MAX_GROUP_FILES = 256, 2048  # small files in a part: on average, and at most
 
@@ -79,7 +80,7 @@ class PartRecord:
     changed: dict[str, int]
     """Documents by the filter that changed them."""
     dropped: dict[str, DroppedDocuments]
-    """By reason."""
+    """Dropped documents by reason."""
     sha256: str
     unpacked: int = 0
     """Bytes of the records in memory, with all their fields; 0 in sidecars of versions that did not count."""

@@ -11,22 +11,16 @@ from typing import Any, Literal
 
 import yaml
 
+from zero2all.base.paths import is_url
 from zero2all.corpus.chat_documents import record_mapping
 from zero2all.corpus.chat_shapes import has_messages
 from zero2all.corpus.mapping import DOCUMENT_FIELDS, MAPPING_PRESETS, find_preset
-from zero2all.corpus.readers.base import (
-    BrokenRecord,
-    ReadLimits,
-    TextRecord,
-    UnreadableFileError,
-    UnreadableItemError,
-)
+from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError, UnreadableItemError
 from zero2all.corpus.readers.encoding import detect_encoding
 from zero2all.corpus.readers.formats import BINARY_FORMATS, strip_compression_extension
 from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import detect_format, read_records
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
-from zero2all.paths import is_url
 from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import to_source_name
 

@@ -23,12 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from zero2all.console import say
+from zero2all.base.console import say
+from zero2all.base.io import atomic_path, fingerprint, write_json
+from zero2all.base.manifest import read_finished
+from zero2all.base.paths import arrow_source
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus.dedup.drops import count_drops, write_drops
 from zero2all.corpus.dedup.near import remaining_mask, shingle_hashes
 from zero2all.corpus.dedup.shingles import Hashes
 from zero2all.corpus.dedup.shuffle import DedupParams, load_rows, save_rows
-from zero2all.corpus.dedup.stage import FinishedStep, task_runner
+from zero2all.corpus.dedup.stage import DoneMarker, task_runner
 from zero2all.corpus.dedup.validation_overlap import (
     build_validation_index,
     write_validation_drops,
@@ -37,9 +41,6 @@ from zero2all.corpus.dedup.validation_overlap import (
 from zero2all.corpus.document import SCHEMA, Document, gid_in_split, gid_position, is_labeled_as_code, is_validation
 from zero2all.corpus.manifest import SPLITS
 from zero2all.corpus.part_files import DocumentWriter, PartFile
-from zero2all.engine import Engine
-from zero2all.io import atomic_path, fingerprint, read_finished, write_json
-from zero2all.paths import arrow_source
 from zero2all.recipe import CorpusRecipe
 
 LONG_CHARACTERS = 32_768  # a shorter document gives no blocks
@@ -59,7 +60,7 @@ MIN_VALIDATION_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Span:
+class SplitSpan:
     """A run of windows, in characters."""
 
     start: int
@@ -132,8 +133,8 @@ def place_blocks(gid: str, windows: int, holdout: float) -> list[range]:
 
 
 def document_spans(
-    document: Document, choice: BlockChoice | None, holdout: float, copied: Hashes, can_cut: bool = True
-) -> list[Span]:
+    document: Document, choice: BlockChoice | None, holdout: float, copied: Hashes, *, can_cut: bool = True
+) -> list[SplitSpan]:
     """The spans of a document to cut it into; of one that stays whole, none. ``copied`` are n-grams of all blocks.
 
     Unless ``can_cut``, a document with a copy of a block is one span.
@@ -146,7 +147,7 @@ def document_spans(
     for block in blocks:
         labels[block.start - 1 : block.stop + 1] = [GAP, *[VALID] * len(block), GAP]
     windows = [document.content[start:stop] for start, stop in pairwise(bounds)]
-    are_copies = _are_copies(windows, _is_code(document), copied).tolist()
+    are_copies = _are_copies(windows, code=_is_code(document), copied=copied).tolist()
     labels = [COPY if copy and label == TRAIN else label for copy, label in zip(are_copies, labels, strict=True)]
     for place in [place for place, label in enumerate(labels) if label == COPY]:
         for beside in (place - 1, place + 1):  # where a copy begins and ends
@@ -155,16 +156,16 @@ def document_spans(
     if set(labels) == {TRAIN}:
         return []
     if not can_cut:
-        return [Span(0, len(document.content), COPY)]
+        return [SplitSpan(0, len(document.content), COPY)]
     spans, first = [], 0
     for label, run in groupby(labels):
         last = first + len(list(run))
-        spans.append(Span(bounds[first], bounds[last], label))
+        spans.append(SplitSpan(bounds[first], bounds[last], label))
         first = last
     return spans
 
 
-def cut_document(document: Document, spans: Sequence[Span], holdout: float) -> list[Document]:
+def cut_document(document: Document, spans: Sequence[SplitSpan], holdout: float) -> list[Document]:
     """A document for each span. Its id has the span, and ``others`` the gid of the document that it is part of."""
     others = json.loads(document.others) if document.others else {}
     pieces = []
@@ -173,7 +174,7 @@ def cut_document(document: Document, spans: Sequence[Span], holdout: float) -> l
         pieces.append(
             replace(
                 document,
-                gid=gid_in_split(f"{document.gid}{place}", span.label == VALID, holdout),
+                gid=gid_in_split(f"{document.gid}{place}", valid=span.label == VALID, holdout=holdout),
                 id=f"{document.id}{place}",
                 content=document.content[span.start : span.stop],
                 others=json.dumps({**others, "part_of": document.gid}, ensure_ascii=False, sort_keys=True),
@@ -202,7 +203,7 @@ def write_block_ngrams(part: Path, drop_files: Sequence[Path], choice: BlockChoi
         if blocks:
             bounds = window_bounds(document.content)
             texts = [document.content[bounds[block.start] : bounds[block.stop]] for block in blocks]
-            found.append(shingle_hashes(texts, _is_code(document), COPY_SHINGLES)[0])
+            found.append(shingle_hashes(texts, code=_is_code(document), params=COPY_SHINGLES)[0])
     save_rows(out, np.unique(np.concatenate(found)))
     return len(found) - 1
 
@@ -228,7 +229,7 @@ def write_cut_part(
     cuts = {
         number: spans
         for number, (document, is_kept) in enumerate(_read_part(part, drop_files))
-        if is_kept and (spans := document_spans(document, choice, holdout, copied, can_cut))
+        if is_kept and (spans := document_spans(document, choice, holdout, copied, can_cut=can_cut))
     }
     if not cuts:
         return False
@@ -267,11 +268,11 @@ def _is_code(document: Document) -> bool:
     return is_labeled_as_code(document.category, document.title, document.others)
 
 
-def _are_copies(windows: list[str], code: bool, copied: Hashes) -> NDArray[np.bool_]:
+def _are_copies(windows: list[str], *, code: bool, copied: Hashes) -> NDArray[np.bool_]:
     """Which windows have most of their n-grams in common with ``copied``, which is sorted."""
     if len(copied) == 0:
         return np.zeros(len(windows), dtype=bool)
-    hashes, counts = shingle_hashes(windows, code, COPY_SHINGLES)
+    hashes, counts = shingle_hashes(windows, code=code, params=COPY_SHINGLES)
     places = np.searchsorted(copied, hashes)
     is_shared = copied[np.minimum(places, len(copied) - 1)] == hashes
     owners = np.repeat(np.arange(len(windows)), counts)
@@ -279,7 +280,9 @@ def _are_copies(windows: list[str], code: bool, copied: Hashes) -> NDArray[np.bo
     return (counts > 0) & (shared >= MIN_COPIED_SHARE * counts)
 
 
-def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str) -> list[PartFile]:
+def split_parts(
+    engine: TaskEngine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str
+) -> list[PartFile]:
     """The parts with documents cut and drop files added, so that every gid tells its split and nothing crosses it.
 
     ``key`` fingerprints everything that the documents depend on.
@@ -294,7 +297,9 @@ def split_parts(engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], wor
     return _drop_near_validation(engine, recipe, cut, work / "validation", key)
 
 
-def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], chats: set[str], work: Path) -> list[PartFile]:
+def _cut_parts(
+    engine: TaskEngine, holdout: float, parts: list[PartFile], chats: set[str], work: Path
+) -> list[PartFile]:
     """``chats`` are sources whose documents are dropped or kept as a whole."""
     choices = _choose_blocks(engine, holdout, [part for part in parts if part.record.source not in chats])
     if not choices:
@@ -322,8 +327,8 @@ def _cut_parts(engine: Engine, holdout: float, parts: list[PartFile], chats: set
     ]
 
 
-def _choose_blocks(engine: Engine, holdout: float, parts: list[PartFile]) -> dict[str, BlockChoice]:
-    """By source: those that have long documents and no usable split by document, because they have few documents."""
+def _choose_blocks(engine: TaskEngine, holdout: float, parts: list[PartFile]) -> dict[str, BlockChoice]:
+    """The blocks by source, for sources whose documents are long and too few for a usable split by document."""
     documents: Counter[str] = Counter()
     for part in parts:
         documents[part.record.source] += part.record.documents
@@ -347,13 +352,13 @@ def _is_usable_split(sizes: list[SplitSizes], holdout: float) -> bool:
 
 
 def _drop_near_validation(
-    engine: Engine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str
+    engine: TaskEngine, recipe: CorpusRecipe, parts: list[PartFile], work: Path, key: str
 ) -> list[PartFile]:
     """Add to each part a file that names its train documents that are near duplicates of validation documents."""
     outs = [work / "drops" / part.path.name for part in parts]
     added = [replace(part, drop_files=(*part.drop_files, out)) for part, out in zip(parts, outs, strict=True)]
     done = work / "done.json"
-    if read_finished(FinishedStep, done, key):
+    if read_finished(DoneMarker, done, key):
         return added
     done.unlink(missing_ok=True)
     params = DedupParams(threshold=recipe.dedup.threshold)

@@ -14,8 +14,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from zero2all.errors import UsageError
-from zero2all.evals.log_likelihood import Request, encode_pair, score
+from zero2all.base.errors import UsageError
+from zero2all.evals.log_likelihood import ScoringRequest, encode_pair, score
 from zero2all.evals.target import EvalTarget
 from zero2all.generation import SamplingParams, generate_batch
 
@@ -51,13 +51,13 @@ class Z2allLM(LM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Every token of a text once, in windows of the whole context."""
         tokenizer = self.target.tokenizer
-        windows: list[Request] = []
+        windows: list[ScoringRequest] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
             tokens = tokenizer.encode(request.args[0])
             for window in get_rolling_token_windows(tokens, tokenizer.eos_token_id, self.max_length, 1):
                 context, continuation = make_disjoint_window(window)
-                windows.append(Request(tuple(context), tuple(continuation)))
+                windows.append(ScoringRequest(tuple(context), tuple(continuation)))
                 owners.append(index)
         totals = [0.0] * len(requests)
         for index, (log_likelihood, _) in zip(owners, self._score(windows), strict=True):
@@ -79,7 +79,7 @@ class Z2allLM(LM):  # type: ignore[misc]
                 self.cache_hook.add_partial("generate_until", requests[index].args, completion.text)
         return texts
 
-    def _score(self, requests: list[Request]) -> list[tuple[float, bool]]:
+    def _score(self, requests: list[ScoringRequest]) -> list[tuple[float, bool]]:
         return [(-one.nats, one.greedy) for one in score(self.target.model, requests)]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.generation.rank_model import LocalModel, RankModel, as_rank_model
 from zero2all.model import Z2all
 from zero2all.model.blocks import ScoredTargets
@@ -31,7 +31,7 @@ CPU_BATCH_TOKENS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """Tokens to score, and those before them."""
 
     context: tuple[int, ...]
@@ -49,7 +49,7 @@ class Score:
     """Whether greedy decoding of the context gives the continuation."""
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> ScoringRequest:
     """The tokens of both, as lm-eval splits them, after an end-of-text token, as a document is in training.
 
     Both are encoded together, and the continuation is what follows as many tokens as the context has alone. Spaces
@@ -62,11 +62,13 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
     split = len(tokenizer.encode(stripped)) if stripped else 0
     if continuation:  # a token over the boundary is of the continuation, which has one at least
         split = min(split, len(whole) - 1)
-    return Request((tokenizer.eos_token_id, *whole[:split]), tuple(whole[split:]))
+    return ScoringRequest((tokenizer.eos_token_id, *whole[:split]), tuple(whole[split:]))
 
 
 @torch.no_grad()
-def score(model: Z2all | ParallelModel, requests: Sequence[Request], batch_tokens: int | None = None) -> list[Score]:
+def score(
+    model: Z2all | ParallelModel, requests: Sequence[ScoringRequest], batch_tokens: int | None = None
+) -> list[Score]:
     """The score of each request, in their order.
 
     A request longer than the model's context loses its beginning; its continuation has to fit. Rows of similar
@@ -103,7 +105,7 @@ class _Row:
         return len(self.tokens) // 4
 
 
-def _to_row(index: int, request: Request, limit: int) -> _Row:
+def _to_row(index: int, request: ScoringRequest, limit: int) -> _Row:
     context, continuation = request.context, request.continuation
     if not context:
         raise UsageError(f"request {index} has no context: give it at least the end-of-text token")
@@ -140,7 +142,7 @@ class _PackedRow:
     """Rows with a common beginning, computed as one: the beginning, then the rest of each."""
 
     common: int
-    """Tokens that they share; those of a single row are all common."""
+    """The number of tokens that they share: all tokens of a single row."""
     rows: list[_Row]
 
     def __len__(self) -> int:

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from zero2all.charts.table import text_table
-from zero2all.console import warn
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.charts.table import text_table
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import MANIFEST
+from zero2all.base.records import to_json
 from zero2all.evals.scored_text import Array, EvalText, Scoring, Windowed
 from zero2all.evals.target import TargetLocation
 from zero2all.evals.validation_loss import (
@@ -24,14 +26,18 @@ from zero2all.evals.validation_loss import (
     unigram_nats,
     validation_texts,
 )
-from zero2all.io import MANIFEST
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ModelConfig, Recipe
-from zero2all.records import to_json
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore
-from zero2all.tokens.test_set import build_test_sets, find_test_sets, open_test_set, open_test_sets, write_test_set
+from zero2all.tokens.evaluation_set import (
+    build_test_sets,
+    find_test_sets,
+    open_test_set,
+    open_test_sets,
+    write_test_set,
+)
 from zero2all.track.eval_record import LossEvaluation, LossMetrics
 from zero2all.track.run_view import read_run_view
 from zero2all.train.run import TEST_SETS
@@ -46,9 +52,9 @@ class LossOptions:
     """What ``z2a eval loss`` evaluates on."""
 
     recipe: Recipe | None = None
-    """The recipe of the validation set; by default that of the run."""
+    """The recipe of the validation set; by default the run's."""
     test_sets: dict[str, str] = field(default_factory=dict)
-    """Paths by name, besides those of the recipe."""
+    """Paths by name, besides the recipe's."""
     window: int | None = None
     """Tokens of the sliding window, with which each document is scored alone."""
     stride: int | None = None
@@ -69,10 +75,10 @@ class LossReport:
     step: int | None
     evaluation: LossEvaluation
     noise: dict[str, NoiseFloor]
-    """By row of the table."""
+    """The noise floor by row of the table."""
 
     def to_json(self) -> dict[str, Any]:
-        """As ``z2a eval loss --json`` prints it: the metrics are beside the rest."""
+        """The object that ``z2a eval loss --json`` prints: the metrics are beside the rest."""
         noise = {label: to_json(floor) for label, floor in self.noise.items()}
         return {"name": self.name, "step": self.step, **to_json(self.evaluation), "noise": noise}
 
@@ -106,7 +112,7 @@ def _choose_scoring(config: ModelConfig, recipe: Recipe | None, options: LossOpt
 def _find_validation(
     recipe: Recipe | None, found: TargetLocation, options: LossOptions, temporary: Path
 ) -> tuple[list[EvalText], Array | None]:
-    """The validation set in the tokens of the model, and the unigram model where the tokens are those of training."""
+    """The validation set in the tokens of the model, and the unigram model if training used the same tokens."""
     if recipe is None:
         return [], None
     if options.recipe is None and options.test_sets and not (recipe.tokens_dir / MANIFEST).exists():
@@ -144,7 +150,7 @@ def _encode_validation(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> list[
 def _find_test_sets(
     recipe: Recipe | None, found: TargetLocation, options: LossOptions, temporary: Path
 ) -> dict[str, TokenShard]:
-    """Those of the recipe, as the run has tokenized them if it has, and those of the command line."""
+    """Test sets of the recipe, as the run has tokenized them if it has, and test sets of the command line."""
     named = dict(recipe.evals.test_sets) if recipe is not None else {}
     ready: Mapping[str, TokenShard] = {}
     if found.run is not None and options.recipe is None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from zero2all.errors import RecipeError, RecipeProblem, UsageError
-from zero2all.evals.log_likelihood import Request, Score
+from zero2all.base.errors import RecipeError, RecipeProblem, UsageError
+from zero2all.evals.log_likelihood import Score, ScoringRequest
 from zero2all.recipe.problems import locate, located_problem
 from zero2all.recipe.safe_yaml import MAX_FILE_BYTES, KeyPath, Lines, read_yaml
 from zero2all.recipe.types import Mistake, Section, Slug
@@ -51,7 +51,7 @@ class Probe(Section):
         """Changes with the probe: values of different ones cannot be compared."""
         return hashlib.blake2b(f"{self.metric} {self.model_dump_json()}".encode(), digest_size=8).hexdigest()
 
-    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer) -> list[ScoringRequest]:
         """The texts to score."""
         raise NotImplementedError
 
@@ -81,10 +81,12 @@ class ContinuationProbe(Probe):
     def mistakes(self) -> Iterator[Mistake]:
         texts = [self.continuation, *self.alternatives]
         if len(set(texts)) < len(texts):
-            yield Mistake("the continuation and the alternatives must differ: remove the one that is there twice",
-                          ("alternatives",))  # fmt: skip
+            yield Mistake(
+                "the continuation and the alternatives must differ: remove the one that is there twice",
+                ("alternatives",),
+            )
 
-    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer) -> list[ScoringRequest]:
         return _split_common(tokenizer, self.prompt, [self.continuation, *self.alternatives])
 
     def value(self, scores: Sequence[Score]) -> float:
@@ -104,12 +106,15 @@ class InstructionProbe(ContinuationProbe):
 
     kind: Literal["instruction"]  # type: ignore[assignment]
 
-    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer) -> list[ScoringRequest]:
         if tokenizer.chat_template is None:
             return _split_common(tokenizer, self.prompt + "\n", [self.continuation, *self.alternatives])
         prompt = tokenizer.render_chat([{"role": "user", "content": self.prompt}], add_generation_prompt=True)
         answers = [text.encode() for text in (self.continuation, *self.alternatives)]
-        return [Request(tuple(prompt), tuple(tokenizer.encode_bytes(answer, follows_text=True))) for answer in answers]
+        return [
+            ScoringRequest(tuple(prompt), tuple(tokenizer.encode_bytes(answer, follows_text=True)))
+            for answer in answers
+        ]
 
 
 class SentenceProbe(Probe):
@@ -126,7 +131,7 @@ class SentenceProbe(Probe):
     def expected(self) -> Direction:
         return self.expect or "fall"
 
-    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer) -> list[ScoringRequest]:
         return [_whole(tokenizer, self.text)]
 
     def value(self, scores: Sequence[Score]) -> float:
@@ -134,7 +139,7 @@ class SentenceProbe(Probe):
 
 
 class ContrastProbe(Probe):
-    """Whether a text is likelier than another: bits per byte of ``worse`` minus those of ``better``.
+    """Whether a text is likelier than another: bits per byte of ``worse`` minus bits per byte of ``better``.
 
     Per byte and not per token: a sentence with a mistake is often split into more tokens, and most of them are easy, so
     that its perplexity per token may be the lower one.
@@ -152,7 +157,7 @@ class ContrastProbe(Probe):
         if self.better == self.worse:
             yield Mistake("the two texts of a contrast must differ", ("worse",))
 
-    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer) -> list[ScoringRequest]:
         return [_whole(tokenizer, self.better), _whole(tokenizer, self.worse)]
 
     def value(self, scores: Sequence[Score]) -> float:
@@ -240,7 +245,7 @@ def _problem(detail: Any, lines: Lines) -> RecipeProblem:
     return located_problem(location, message, hint, locate(dict(lines), location))
 
 
-def _split_common(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> list[Request]:
+def _split_common(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> list[ScoringRequest]:
     """Endings of a prompt, after the tokens that the prompt shares with all of them.
 
     A token may cover the end of the prompt and the beginning of an ending. The common tokens make the probabilities of
@@ -250,7 +255,7 @@ def _split_common(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> 
     wholes = [tokenizer.encode(prompt + ending) for ending in endings]
     split = min(_common_length(context, whole) for whole in wholes)
     start = (tokenizer.eos_token_id, *context[:split])
-    return [Request(start, tuple(whole[split:])) for whole in wholes]
+    return [ScoringRequest(start, tuple(whole[split:])) for whole in wholes]
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
@@ -258,8 +263,8 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
-def _whole(tokenizer: Tokenizer, text: str) -> Request:
-    return Request((tokenizer.eos_token_id,), tuple(tokenizer.encode(text)))
+def _whole(tokenizer: Tokenizer, text: str) -> ScoringRequest:
+    return ScoringRequest((tokenizer.eos_token_id,), tuple(tokenizer.encode(text)))
 
 
 def _bits_per_byte(score: Score, text: str) -> float:

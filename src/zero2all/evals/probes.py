@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal, TypeVar
 
-from zero2all.charts.table import text_table
-from zero2all.charts.terminal import sparkline
-from zero2all.console import warn
+from zero2all.base.charts.table import text_table
+from zero2all.base.charts.terminal import sparkline
+from zero2all.base.console import warn
 from zero2all.evals.log_likelihood import score
 from zero2all.evals.probe_suite import ProbeSuite, SentenceProbe, load_suite
 from zero2all.evals.target import find_target
@@ -41,7 +41,7 @@ class ProbeResult:
     expected: Literal["rise", "fall"]
     value: float
     perplexity: float | None
-    """Of a sentence, per token."""
+    """The perplexity of a sentence, per token."""
     digest: str
 
 
@@ -51,7 +51,7 @@ class ProbeReport:
 
     target: str
     step: int | None
-    """Of a checkpoint; None for a Hugging Face directory."""
+    """The step of a checkpoint; None for a Hugging Face directory."""
     results: list[ProbeResult]
     curves: list[EvalCurve]
     """Over all checkpoints of the run that were ever evaluated with these suites."""

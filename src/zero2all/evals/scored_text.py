@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.tokens import TokenShard
 from zero2all.tokens.conversation_rows import ConversationRows
 
@@ -67,7 +67,7 @@ class EvalText:
     max_tokens: int | None = None
     """Score only the first tokens, in full sequences; by default everything."""
     answers_only: bool = False
-    """Of conversations, score only what the assistant writes, without rejected answers; in packed sequences, which then
+    """In conversations, score only what the assistant writes, without rejected answers; in packed sequences, which then
     cut none."""
 
 
@@ -113,7 +113,7 @@ def read_stream(text: EvalText, end_of_text: int, scoring: Scoring) -> Stream:
         rows = list(_window_rows(len(tokens) + is_cut, starts, scoring))
         first = starts
     else:
-        rows = list(_packed_rows(len(tokens), scoring.seq_len, is_whole))
+        rows = list(_packed_rows(len(tokens), scoring.seq_len, is_whole=is_whole))
         first = starts - scoring.end_of_text_first
     is_first = np.zeros(len(tokens), dtype=bool)
     is_first[first[first >= 0]] = True
@@ -161,7 +161,7 @@ def _read_tokens(shards: Sequence[TokenShard], limit: int | None) -> tuple[Array
     return np.concatenate(parts), np.concatenate(starts), is_cut
 
 
-def _packed_rows(num_tokens: int, seq_len: int, is_whole: bool) -> Iterator[Row]:
+def _packed_rows(num_tokens: int, seq_len: int, *, is_whole: bool) -> Iterator[Row]:
     """Sequences that overlap by one token, so that every token but the first is a target once."""
     for start in range(0, num_tokens - 1, seq_len):
         length = min(seq_len, num_tokens - 1 - start)

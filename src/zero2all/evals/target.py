@@ -6,11 +6,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.checkpoint.checkpoint_store import checkpoint_step
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import read_json_object
+from zero2all.base.machine.devices import pick_device
+from zero2all.base.workspace import IDENTITY_FILE, find_runs_below
+from zero2all.checkpoint.checkpoint_directory import checkpoint_step
 from zero2all.checkpoint.inspection import CheckpointWeights
-from zero2all.errors import UsageError, Z2aError
-from zero2all.hardware import pick_device
-from zero2all.io import read_json_object
 from zero2all.model import HFWeights, Z2all, load_model
 from zero2all.model.hf_weights import CONFIG, read_hf_config
 from zero2all.model.weights import GrownVocabulary, MergedAdapters
@@ -19,7 +20,6 @@ from zero2all.recipe import ParallelRecipe, TrainRecipe
 from zero2all.recipe.parallel import parallel_mistakes
 from zero2all.tokenizer import Tokenizer
 from zero2all.train import Run
-from zero2all.workspace import IDENTITY_FILE, find_runs_below
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EvalTarget:
     step: int | None
     """The number of steps that a checkpoint was trained for; None for a Hugging Face directory."""
     directory: Path
-    """That of the run, or the Hugging Face directory."""
+    """The directory of the run, or the Hugging Face directory."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TargetLocation:
 
 
 def open_target(text: str, step: int | None = None) -> EvalTarget:
-    """Load what is named on a command line: RUN, CHECKPOINT or HF_DIR. ``step`` is that of a run's checkpoint.
+    """Load what is named on a command line: RUN, CHECKPOINT or HF_DIR. ``step`` selects a run's checkpoint.
 
     >>> target = open_target("runs/first", step=400)
     >>> target = open_target("Qwen3-0.6B")

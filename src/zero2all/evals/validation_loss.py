@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.console import progress
-from zero2all.errors import UsageError
+from zero2all.base.console import progress
+from zero2all.base.errors import UsageError
 from zero2all.evals.scored_text import Array, EvalText, Packed, Row, Scoring, Stream, Windowed, read_stream
-from zero2all.model import IGNORE_INDEX, Z2all, document_starts
+from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe
@@ -44,7 +44,7 @@ def evaluate_bpb(
     >>> evaluation.bits_per_byte, evaluation.sources["zh"].perplexity
 
     Of the validation set ``evals.tokens`` are scored, an equal part of each source; of a test set everything.
-    End-of-text tokens are context, never scored, so the bytes are those of the text alone. In fine-tuning, only what
+    End-of-text tokens are context, never scored, so only the bytes of the text count. In fine-tuning, only what
     the assistant writes is scored of a conversation. The unigram model gives each token its share of the training
     tokens, with add-one smoothing.
 
@@ -83,7 +83,7 @@ def unigram_nats(recipe: Recipe, tokenizer: Tokenizer, model: Z2all | ParallelMo
     rank, ranks = (0, 1) if mesh is None else (mesh.rank, mesh.dims.world_size)
     counts = count_tokens(recipe.tokens_dir, fingerprint, tokenizer.vocab_size, rank, ranks)
     if isinstance(model, ParallelModel):
-        counts = model.sum_over_ranks(torch.from_numpy(counts)).numpy()
+        counts = model.mesh.sum_over_ranks(torch.from_numpy(counts)).numpy()
     counts = counts + 1
     nats: Array = -np.log(counts / counts.sum())
     return nats
@@ -155,7 +155,9 @@ def _score_streams(
         for first in range(0, len(batches), ranks):
             # Sharded weights are gathered by all ranks at once: one without a batch repeats the first, uncounted.
             mine = first + rank
-            batch = _make_batch(batches[mine % len(batches)], streams, firsts, byte_lengths, width, masks_documents)
+            batch = _make_batch(
+                batches[mine % len(batches)], streams, firsts, byte_lengths, width, masks_documents=masks_documents
+            )
             losses_BS = _compute_losses(model, batch).cpu().double()  # a Mac has no fp64
             if mine < len(batches):
                 scored = batch.targets_BS != IGNORE_INDEX
@@ -166,7 +168,7 @@ def _score_streams(
     return np.split(nats.numpy(), firsts[1:-1])
 
 
-def _split_rows(rows: list[tuple[Row, int]], equal_lengths: bool) -> list[list[tuple[Row, int]]]:
+def _split_rows(rows: list[tuple[Row, int]], *, equal_lengths: bool) -> list[list[tuple[Row, int]]]:
     """Batches of rows that are sorted by length; ``equal_lengths``: without padding, which would change positions."""
     batches: list[list[tuple[Row, int]]] = []
     for row, number in rows:
@@ -184,6 +186,7 @@ def _make_batch(
     firsts: Array,
     byte_lengths: Array,
     width: int | None,
+    *,
     masks_documents: bool,
 ) -> _Batch:
     shape = (len(rows), width or rows[0][0].length)
@@ -208,9 +211,11 @@ def _compute_losses(model: Z2all | ParallelModel, batch: _Batch) -> Tensor:
         return model.eval_losses(batch.inputs_BS, batch.targets_BS, doc_starts_BS)
     device = model.rotary_2SE.device
     losses: Tensor = model(
-        batch.inputs_BS.to(device),
-        targets_BS=batch.targets_BS.to(device),
-        doc_starts_BS=None if doc_starts_BS is None else doc_starts_BS.to(device),
+        ModelInputs(
+            batch.inputs_BS.to(device),
+            targets_BS=batch.targets_BS.to(device),
+            doc_starts_BS=None if doc_starts_BS is None else doc_starts_BS.to(device),
+        )
     )
     return losses
 

@@ -13,14 +13,7 @@ from zero2all.experiments.ladder import ladder_report, ladder_text, plan_ladder,
 from zero2all.experiments.mixtures import plan_mixtures, write_suggestion
 from zero2all.experiments.report import Report, build_report, report_text
 from zero2all.experiments.runner import run_experiment
-from zero2all.experiments.variants import (
-    ExperimentPlan,
-    Variant,
-    VariantGroup,
-    make_plan,
-    plan_comparison,
-    plan_sweep,
-)
+from zero2all.experiments.variants import ExperimentPlan, Variant, VariantGroup, make_plan, plan_comparison, plan_sweep
 
 __all__ = [
     "Comparison",

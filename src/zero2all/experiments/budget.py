@@ -6,17 +6,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.errors import UsageError
-from zero2all.io import fingerprint
+from zero2all.base.errors import UsageError
+from zero2all.base.io import fingerprint
+from zero2all.base.units import Duration
 from zero2all.recipe import Recipe
 from zero2all.tokens import TokenStore
 from zero2all.train.hyperparameters import BATCH_TOKENS, choose_hyperparameters, with_hyperparameters
-from zero2all.units import Duration
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 TRIAL_STEPS = 200  # at most; a trial ends as soon as the speed is known
-TRIAL_RUN = "speed-trial"  # its directory, in that of the experiment
+TRIAL_RUN = "speed-trial"  # its directory, inside the experiment's
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.charts.plot import Curve, Plot
-from zero2all.console import say
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.charts.plot import Curve, Plot
+from zero2all.base.console import say
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.records import parse_record
 from zero2all.experiments.evaluate import (
-    Evaluation,
+    CheckpointEvaluation,
     evaluate,
     newest_step,
     run_result,
@@ -23,7 +24,6 @@ from zero2all.experiments.evaluate import (
 from zero2all.experiments.summary import summarize
 from zero2all.experiments.target import require_validation
 from zero2all.experiments.variants import recipe_values, result_key
-from zero2all.records import parse_record
 from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.experiment_record import (
     BITS_PER_BYTE,
@@ -51,7 +51,7 @@ class Comparison:
 
     record: ExperimentRecord
     directories: dict[str, Path]
-    """Of the runs that were begun, by variant."""
+    """The directories of the runs that were begun, by variant."""
 
     def differences(self) -> dict[str, dict[str, Any]]:
         """Recipe keys whose values differ between groups: the value of each group, by key."""
@@ -90,7 +90,7 @@ def curves_plot(comparison: Comparison) -> Plot | None:
 def compare_targets(targets: Sequence[Path], target: Mapping[str, float] | None = None) -> Comparison:
     """An experiment's directory, or runs: run directories, or directories with runs below them.
 
-    ``target`` replaces that of an experiment.
+    ``target`` replaces an experiment's own.
     """
     experiments = [target for target in targets if (target / EXPERIMENT_FILE).is_file()]
     if len(targets) == 1 and experiments:
@@ -144,8 +144,8 @@ def _describe_run(run: Run, name: str, group: str) -> VariantRecord:
     return VariantRecord(name, group, run.recipe.seed, str(run.directory), [], {}, key, None, state, reason, result)
 
 
-def _find_evaluation(run: Run, view: RunView) -> Evaluation:
-    """That of the newest checkpoint: saved, recorded by the run itself, or made now."""
+def _find_evaluation(run: Run, view: RunView) -> CheckpointEvaluation:
+    """The evaluation of the newest checkpoint: saved, recorded by the run itself, or made now."""
     if (saved := saved_evaluation(run)) is not None:
         return saved
     step = newest_step(run)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import MANIFEST, fingerprint, read_record
+from zero2all.base.manifest import read_manifest
+from zero2all.base.records import parse_record
 from zero2all.checkpoint.training_state import read_lineage
-from zero2all.errors import Z2aError
 from zero2all.evals import evaluate_bpb
-from zero2all.io import MANIFEST, fingerprint, read_manifest, read_record
-from zero2all.records import parse_record
 from zero2all.tokens.manifest import StoreManifest
 from zero2all.track.eval_record import LossEvaluation
 from zero2all.track.experiment_record import BITS_PER_BYTE, VariantResult
@@ -24,7 +25,7 @@ EVALUATION_FILE = "evaluation.json"  # in the directory of a run
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class CheckpointEvaluation:
     """``evaluation.json``: metrics of a checkpoint, and what they were measured on."""
 
     step: int
@@ -36,15 +37,15 @@ class Evaluation:
     tokenizer: str
 
 
-def evaluate(run: Run) -> Evaluation:
+def evaluate(run: Run) -> CheckpointEvaluation:
     """Metrics of the newest checkpoint: ``bits_per_byte`` of the validation set, in total and by source."""
     step = newest_step(run)
     return to_evaluation(run, step or 0, evaluate_bpb(run.load_model(step), run.tokenizer(), run.recipe))
 
 
-def to_evaluation(run: Run, step: int, validation: LossEvaluation) -> Evaluation:
+def to_evaluation(run: Run, step: int, validation: LossEvaluation) -> CheckpointEvaluation:
     by_source = {f"{BITS_PER_BYTE}/{name}": part.bits_per_byte for name, part in validation.sources.items()}
-    return Evaluation(
+    return CheckpointEvaluation(
         step=step,
         metrics={BITS_PER_BYTE: validation.bits_per_byte, **by_source},
         validation_set=validation_set(run.recipe.tokens_dir),
@@ -53,10 +54,10 @@ def to_evaluation(run: Run, step: int, validation: LossEvaluation) -> Evaluation
     )
 
 
-def saved_evaluation(run: Run) -> Evaluation | None:
-    """That of the newest checkpoint, if it was saved."""
+def saved_evaluation(run: Run) -> CheckpointEvaluation | None:
+    """The evaluation of the newest checkpoint, if it was saved."""
     path = run.directory / EVALUATION_FILE
-    saved = read_record(Evaluation, path) if path.exists() else None
+    saved = read_record(CheckpointEvaluation, path) if path.exists() else None
     return saved if saved is not None and saved.step == newest_step(run) else None
 
 
@@ -72,7 +73,7 @@ def validation_set(tokens_dir: Path) -> str:
     return fingerprint({name: [source.documents, source.bytes] for name, source in sources.items()})
 
 
-def run_result(run: Run, evaluation: Evaluation) -> VariantResult:
+def run_result(run: Run, evaluation: CheckpointEvaluation) -> VariantResult:
     """The evaluation with what the record says about the run."""
     view = read_run_view(run.directory)
     final = evaluation.metrics[BITS_PER_BYTE]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.charts.plot import Curve, Plot
-from zero2all.charts.table import UNKNOWN, text_table
-from zero2all.errors import UsageError
+from zero2all.base.charts.plot import Curve, Plot
+from zero2all.base.charts.table import UNKNOWN, text_table
+from zero2all.base.errors import UsageError
+from zero2all.base.units import show_count
 from zero2all.experiments.scaling_law import (
     MAX_EXTRAPOLATION,
     MIN_POINTS,
@@ -25,14 +26,7 @@ from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_pla
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import Recipe, load_recipe, load_recipe_or_preset
-from zero2all.track.experiment_record import (
-    LADDER,
-    LADDER_COMPUTE,
-    LADDER_PARAMETERS,
-    LADDER_TARGET,
-    ExperimentRecord,
-)
-from zero2all.units import show_count
+from zero2all.track.experiment_record import LADDER, LADDER_COMPUTE, LADDER_PARAMETERS, LADDER_TARGET, ExperimentRecord
 
 WIDTH_KEY = "model.hidden_size"
 INTERMEDIATE_MULTIPLE = 16
@@ -84,7 +78,7 @@ def plan_ladder(
     """One group for each width, trained for a multiple of its parameters. ``target`` is trained too, but not fitted."""
     base = load_recipe(path, list(words))
     if base.model.moe is not None:
-        raise UsageError("a ladder is for dense models: the width of experts does not follow that of the model")
+        raise UsageError("a ladder is for dense models: the width of experts does not follow the model's width")
     if base.train.stages:
         raise UsageError("the recipe has stages: a ladder sets the length of each size, so remove train.stages")
     if len(widths) < MIN_SIZES or len(widths) * seeds < MIN_POINTS:
@@ -133,7 +127,7 @@ def check_reach(predicted: SizedRecipe, trained: Sequence[SizedRecipe]) -> None:
 
 
 def ladder_points(record: ExperimentRecord) -> list[Point]:
-    """Of the runs that the law is fitted to."""
+    """Points of the runs that the law is fitted to."""
     return [
         Point(float(one.values[LADDER_COMPUTE]), value)
         for one in record.variants

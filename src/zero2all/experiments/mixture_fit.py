@@ -39,7 +39,7 @@ class Response:
         return predicted
 
     def effects(self, shares: Array) -> Array:
-        """[sources, outputs]: change of the outputs by the share of a source, if those of the others make room in
+        """[sources, outputs]: change of the outputs by the share of a source, if the other shares make room in
         proportion. The unit is a share of 1."""
         gradient = self.coefficients / (shares + self.offset)[:, None]
         effects: Array = (gradient - shares @ gradient) / np.maximum(1 - shares, 1e-9)[:, None]

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.charts.plot import MAX_CURVES, Curve, Plot
-from zero2all.errors import UsageError
+from zero2all.base.charts.plot import MAX_CURVES, Curve, Plot
+from zero2all.base.errors import UsageError
+from zero2all.base.io import write_text
 from zero2all.experiments.mixture_fit import Fit, best_mixture, effect_interval, fit_response
 from zero2all.experiments.statistics import rank_correlation
 from zero2all.experiments.target import show_target, validation_sources
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan, parse_axis
-from zero2all.io import write_text
 from zero2all.recipe import Recipe, load_recipe, recipe_yaml
 from zero2all.tokens import TokenStore
 from zero2all.track.experiment_record import (
@@ -35,7 +35,7 @@ SHARE_KEY = "train.mixture."
 RECIPE_GROUP = "recipe"
 EQUAL_GROUP = "equal"
 SUGGESTION_FILE = "suggested.yaml"
-# Of the Dirichlet distribution, times the number of sources: from nearly single sources to nearly the center.
+# For the Dirichlet distribution, times the number of sources: from nearly single sources to nearly the center.
 CONCENTRATIONS = (0.5, 1.0, 2.0)
 CANDIDATES = 20  # for each random mixture
 MIN_SHARE = 0.001  # every run has some of every source
@@ -55,10 +55,10 @@ def plan_mixtures(
     name: str | None = None,
     target: dict[str, float] | None = None,
 ) -> ExperimentPlan:
-    """The mixture of the recipe, equal weights, and random mixtures around that of the recipe.
+    """The mixture of the recipe, equal weights, and random mixtures around the recipe's.
 
     The runs ignore ``train.max_epochs``, which would change their mixtures. An empty target is the mean over all
-    validation sources. Missing stages are built, because the shares of a recipe without ``train.mixture`` are those of
+    validation sources. Missing stages are built, because the shares of a recipe without ``train.mixture`` come from
     its tokens.
     """
     from zero2all.experiments.stages import build_missing_stages
@@ -109,7 +109,7 @@ def _check_number(mixtures: int, seeds: int, sources: int) -> None:
 
 
 def _draw_mixtures(shares: dict[str, float], count: int, seed: int) -> dict[str, dict[str, float]]:
-    """By label. Each random mixture depends on those before it, not on how many there are: more extend a search.
+    """Mixtures by label. A random one depends on the ones before it, not on how many there are: more extend a search.
 
     As in RegMix, the center of the distribution is the mixture of the recipe with the square roots of its shares, so
     that small sources are seen with large shares too. Of several candidates the one farthest from all mixtures before

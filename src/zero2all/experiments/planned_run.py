@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from zero2all.console import warn
-from zero2all.errors import UsageError
-from zero2all.hardware import compute_dtype, dtype_name
-from zero2all.io import write_record
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError
+from zero2all.base.io import write_record
+from zero2all.base.machine.devices import compute_dtype, dtype_name
 from zero2all.planner.calibrated import machine_entry
 from zero2all.planner.cluster import Cluster
-from zero2all.planner.plan import Plan, plan_run
+from zero2all.planner.plan import CostPlan, plan_run
 from zero2all.planner.workload import largest_stage
 from zero2all.recipe import ModelConfig, Recipe, load_recipe
 from zero2all.track.run_locations import PLAN_FILE
@@ -27,7 +27,7 @@ PROCESS_PARTS = ("CUDA context", "communicators", "fragmentation margin")  # not
 
 
 def read_run(directory: Path, recipe: Recipe) -> RunView:
-    """The measurements of a run of ``recipe``; refused if the run is of another model or batch."""
+    """The measurements of a run of ``recipe``; an error if the run is of another model or batch."""
     stored = directory / "recipe.yaml"
     if stored.is_file() and _shape(load_recipe(stored)) != _shape(recipe):
         raise UsageError(
@@ -46,7 +46,7 @@ def _shape(recipe: Recipe) -> tuple[object, ...]:
     return recipe.model.model_dump(exclude={"preset", "ops", "vocab_size"}), stage.seq_len, stage.batch_tokens
 
 
-def planned_run(plan: Plan) -> PlannedRun:
+def planned_run(plan: CostPlan) -> PlannedRun:
     """What a run of this plan will measure."""
     step, speed = plan.step, plan.speed
     tensors = sum(part.bytes for part in plan.memory.parts if part.name not in PROCESS_PARTS)
@@ -64,7 +64,7 @@ def planned_run(plan: Plan) -> PlannedRun:
     return PlannedRun(plan.cluster.gpu.name, plan.cluster.gpus, values)
 
 
-def check_plan(plan: Plan, view: RunView) -> list[PlanCheck]:
+def check_plan(plan: CostPlan, view: RunView) -> list[PlanCheck]:
     return compare_with_run(planned_run(plan), view)
 
 
@@ -97,5 +97,5 @@ def check_text(checks: list[PlanCheck]) -> str:
     return "\n".join(lines)
 
 
-def _seconds_of(plan: Plan, name: str) -> float:
+def _seconds_of(plan: CostPlan, name: str) -> float:
     return sum(part.seconds for part in plan.step.parts if part.name.startswith(name))

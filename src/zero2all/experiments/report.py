@@ -9,13 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from zero2all.charts.table import UNKNOWN, text_table
-from zero2all.console import sanitize
+from zero2all.base.charts.table import UNKNOWN, text_table
+from zero2all.base.console import sanitize
+from zero2all.base.io import read_json
+from zero2all.base.units import show_count, show_seconds
 from zero2all.experiments.comparison import Comparison
 from zero2all.experiments.mixtures import MIXTURES_PER_SOURCE, SHARE_KEY
 from zero2all.experiments.summary import show_value
 from zero2all.experiments.target import show_target
-from zero2all.io import read_json
 from zero2all.track.experiment_record import (
     MIXTURE_SEARCH,
     ExperimentRecord,
@@ -25,7 +26,6 @@ from zero2all.track.experiment_record import (
     VariantRecord,
     Verdict,
 )
-from zero2all.units import show_count, show_seconds
 
 MAX_COLUMNS = 8  # of sources
 
@@ -284,7 +284,7 @@ def _fit_remarks(fit: MixtureFit) -> Iterator[str]:
     doubt = "" if gain > fit.error else ", a difference within the error of the fit"
     yield (
         f"predicted bits per byte: {fit.suggested_bits_per_byte:.4f} with the suggested mixture, "
-        f"{fit.recipe_bits_per_byte:.4f} with that of the recipe{doubt}"
+        f"{fit.recipe_bits_per_byte:.4f} with the recipe's{doubt}"
     )
 
 

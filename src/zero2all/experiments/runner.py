@@ -17,10 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.console import ProgressTask, heading, progress, say, warn
-from zero2all.directory_lock import LockUser, lock_directory
-from zero2all.elastic.exit_reason import classify_exit
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.console import ProgressTask, heading, progress, say, warn
+from zero2all.base.directory_lock import LockUser, lock_directory
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import write_record, write_text
+from zero2all.base.processes import hold_back_interrupts
+from zero2all.base.units import show_count, show_seconds
+from zero2all.cluster.launch.exit_reason import classify_exit
 from zero2all.experiments.budget import (
     TRIAL_RUN,
     Budget,
@@ -36,8 +39,6 @@ from zero2all.experiments.evaluate import run_result, saved_evaluation
 from zero2all.experiments.summary import summarize
 from zero2all.experiments.variant_process import start_variant
 from zero2all.experiments.variants import ExperimentPlan, Variant
-from zero2all.io import write_record, write_text
-from zero2all.processes import hold_back_interrupts
 from zero2all.recipe import Recipe, recipe_yaml
 from zero2all.track.experiment_record import (
     EXPERIMENT_FILE,
@@ -50,7 +51,6 @@ from zero2all.track.experiment_record import (
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.train import Run
-from zero2all.units import show_count, show_seconds
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 120.0  # for a variant to save a checkpoint when the experiment is stopped
@@ -64,7 +64,7 @@ MAX_REASON = 500  # characters
 def run_experiment(plan: ExperimentPlan, budget: str | None = None, ranks: int = 1) -> ExperimentRecord:
     """Train and evaluate every variant that is not done, in the order of the plan.
 
-    An experiment of the same name is continued, and extended by variants that it does not have. It is refused if one
+    An experiment of the same name is continued, and extended by variants that it does not have. It is an error if one
     of its variants would change, or its budget.
     """
     with lock_directory(plan.directory, LockUser("runner", plan.directory, "--name NAME"), patience=0):
@@ -254,7 +254,7 @@ class _TrialWatch:
         self.seen, self.last_change = 0, time.monotonic()
 
     def read_times(self) -> np.ndarray:
-        """Of the steps after warm-up."""
+        """The times of the steps after warm-up."""
         self.view.refresh()
         return self.view.table([]).times[WARMUP_STEPS:]
 
@@ -268,7 +268,7 @@ class _TrialWatch:
 
 
 class _Follower:
-    """Shows how far a variant is. A run counts as one, so that the time left is that of the whole experiment."""
+    """Shows how far a variant is. A run counts as one, so that the time left covers the whole experiment."""
 
     def __init__(self, view: RunView, title: str, task: ProgressTask) -> None:
         self.view, self.title, self.task = view, title, task

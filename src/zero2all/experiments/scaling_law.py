@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.experiments.statistics import RESOLUTION, t_quantile
 
 MIN_POINTS, MIN_SIZES = 4, 3
@@ -64,10 +64,10 @@ class _Candidate:
     law: PowerLaw
     sum_of_squares: float
     covariance: Array
-    """Of log scale and exponent, for residuals of variance 1."""
+    """The covariance of log scale and exponent, for residuals of variance 1."""
 
     def variance(self, compute: float) -> float:
-        """Of the predicted mean, for residuals of variance 1."""
+        """The variance of the predicted mean, for residuals of variance 1."""
         gain = self.law(compute) - self.law.floor
         gradient = np.array([gain, -gain * math.log(compute)])
         return float(gradient @ self.covariance @ gradient)
@@ -85,7 +85,7 @@ class ScalingFit:
     quantile: float
 
     def predict(self, compute: float) -> Prediction:
-        """Refused beyond ten times the largest compute that was trained."""
+        """Fails beyond ten times the largest compute that was trained."""
         largest = max(point.compute for point in self.points)
         if compute > MAX_EXTRAPOLATION * largest:
             raise UsageError(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero2all.console import heading, say
+from zero2all.base.console import heading, say
+from zero2all.base.io import MANIFEST, read_json
+from zero2all.base.tasks import TaskEngine, shutdown_workers
+from zero2all.base.units import show_count
 from zero2all.corpus import build_corpus, recommended_workers, summary_lines
-from zero2all.engine import Engine, shutdown_workers
 from zero2all.experiments.target import require_validation, validation_sources
-from zero2all.io import MANIFEST, read_json
 from zero2all.recipe import Recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import TokenStore, build_tokens
-from zero2all.units import show_count
 
 
 def build_missing_stages(recipe: Recipe, target: Mapping[str, float]) -> None:
@@ -31,7 +31,7 @@ def build_missing_stages(recipe: Recipe, target: Mapping[str, float]) -> None:
 def _build_stages(recipe: Recipe) -> None:
     if not _is_finished(recipe.documents_dir):
         heading(f"corpus: raw files to documents in {recipe.documents_dir}")
-        engine = Engine(workers=recommended_workers(recipe.corpus))
+        engine = TaskEngine(workers=recommended_workers(recipe.corpus))
         for line in summary_lines(build_corpus(recipe.corpus, recipe.documents_dir, engine)):
             say(line)
         shutdown_workers()  # training needs their memory

@@ -29,7 +29,7 @@ def compare_groups(reference: str, other: str, values: Mapping[str, Sequence[flo
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
-    """Of the population that the values are a sample of; None for a single value."""
+    """The standard deviation of the population that the values are a sample of; None for a single value."""
     return math.sqrt(_sum_of_squares(values) / (len(values) - 1)) if len(values) > 1 else None
 
 
@@ -39,8 +39,10 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     >>> round(rank_correlation([1, 2, 3, 4], [1, 3, 2, 9]), 3)
     0.8
     """
-    ranks = [[sum(other < one for other in values) + sum(other == one for other in values) / 2 for one in values]
-             for values in (first, second)]  # fmt: skip
+    ranks = [
+        [sum(other < one for other in values) + sum(other == one for other in values) / 2 for one in values]
+        for values in (first, second)
+    ]
     return correlation(*ranks) if all(len(set(values)) > 1 for values in ranks) else 0.0
 
 

@@ -9,13 +9,13 @@ from statistics import fmean
 
 import numpy as np
 
-from zero2all.charts.plot import MAX_CURVES, Curve, Plot
+from zero2all.base.charts.plot import MAX_CURVES, Curve, Plot
+from zero2all.base.units import show_number
 from zero2all.experiments.ladder import ladder_plot
 from zero2all.experiments.mixtures import analyze_mixtures
 from zero2all.experiments.statistics import compare_groups, standard_deviation
 from zero2all.track.experiment_record import LADDER, MIXTURE_SEARCH, ExperimentRecord, GroupSummary, Verdict
 from zero2all.track.record_lines import is_number
-from zero2all.units import show_number
 
 
 def summarize(record: ExperimentRecord) -> ExperimentRecord:
@@ -52,7 +52,7 @@ def _summarize_group(record: ExperimentRecord, group: str) -> GroupSummary:
         problems=problems,
         bits_per_byte=fmean(values),
         spread=standard_deviation(values),
-        # That of all validation text: the best of a target during training is not known.
+        # Measured on all validation text: the best of a target during training is not known.
         best_bits_per_byte=None if record.target else fmean(result.best_bits_per_byte for result in results),
         steps=max(result.steps for result in results),
         tokens=max(result.tokens for result in results),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.tokens import TokenStore
 
 
@@ -33,7 +33,7 @@ def parse_target(text: str | None) -> dict[str, float]:
 
 
 def show_target(target: Mapping[str, float]) -> str:
-    """As ``--target`` takes it."""
+    """The text that ``--target`` takes."""
     return ",".join(f"{name}={weight:g}" for name, weight in target.items())
 
 

@@ -12,18 +12,18 @@ from statistics import median
 
 import torch
 
-from zero2all.charts.table import UNKNOWN, text_table
-from zero2all.console import heading, say, warn
-from zero2all.directory_lock import LockUser, lock_directory
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.charts.table import UNKNOWN, text_table
+from zero2all.base.console import heading, say, warn
+from zero2all.base.directory_lock import LockUser, lock_directory
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import fingerprint, read_record, write_record, write_text
+from zero2all.base.machine.devices import pick_gpu
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.experiments.budget import choose_batch, trial_recipe
 from zero2all.experiments.runner import MAX_REASON, run_trial
-from zero2all.experiments.tune_grid import Candidate, TuneGrid, build_grid, with_values
+from zero2all.experiments.tune_grid import TuneCandidate, TuneGrid, build_grid, with_values
 from zero2all.experiments.tune_search import Finalist, Point, find_fastest
 from zero2all.experiments.variants import ExperimentPlan, VariantGroup, make_plan
-from zero2all.gpu_specs import Gpu
-from zero2all.hardware import pick_gpu
-from zero2all.io import fingerprint, read_record, write_record, write_text
 from zero2all.planner.calibrated import find_entry
 from zero2all.planner.cluster import Cluster
 from zero2all.recipe import Recipe, load_recipe, recipe_yaml
@@ -79,11 +79,11 @@ class TuneReport:
     rows: list[TuneRow]
     """Finalists first, the winner first of all."""
     speedup: float | None
-    """Of the winner, relative to the recipe as it is; None if that could not be run."""
+    """The speedup of the winner, relative to the recipe as it is; None if that could not be run."""
     candidates: int
-    """That are valid and fit."""
+    """The number of candidates that are valid and fit."""
     too_large: int
-    """That do not fit by the plan."""
+    """The number of candidates that do not fit by the plan."""
     held: dict[str, str]
     """What was not tuned because it would change the result, and why."""
     trials: int
@@ -95,9 +95,9 @@ class TuneReport:
 class TuneOptions:
     ranks: int = 1
     steps: int = 8
-    """That a speed is measured on, at least."""
+    """The number of steps that a speed is measured on, at least."""
     rounds: int = 3
-    """Of the finalists."""
+    """The number of rounds of the finalists."""
     gpu: str | None = None
     """For the plan: a GPU, or the file of ``z2a doctor --calibrate``. Default: this machine."""
 
@@ -167,12 +167,12 @@ class Trials:
                 return known.seconds
             # An earlier version searched in another order.
             self.record = replace(self.record, trials=self.record.trials[:number])
-        trial = self._run(candidate, number, is_final)
+        trial = self._run(candidate, number, is_final=is_final)
         self.record = replace(self.record, trials=[*self.record.trials, trial])
         write_record(self.path, self.record)
         return trial.seconds
 
-    def _run(self, candidate: Candidate, number: int, is_final: bool) -> TuneTrial:
+    def _run(self, candidate: TuneCandidate, number: int, *, is_final: bool) -> TuneTrial:
         recipe = trial_recipe(with_values(self.recipe, candidate.values))
         options, title = self.options, f"trial {number + 1}{', final round' if is_final else ''}: {candidate.label}"
         seconds, reason = run_trial(self.directory, recipe, f"trial-{number + 1:03}", options.ranks, options.steps)
@@ -229,7 +229,7 @@ def _report(trials: Trials, finalists: list[Finalist], out: Path) -> TuneReport:
     )
 
 
-def _row(trials: Trials, candidate: Candidate, tried: list[TuneTrial], finalist: Finalist | None) -> TuneRow:
+def _row(trials: Trials, candidate: TuneCandidate, tried: list[TuneTrial], finalist: Finalist | None) -> TuneRow:
     own = trials.grid.candidates[trials.grid.own].step
     times = [one.seconds for one in tried if one.seconds is not None]
     failed = next((one.reason for one in tried if one.seconds is None), None)

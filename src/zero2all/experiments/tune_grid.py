@@ -1,6 +1,6 @@
 """What ``z2a plan --try`` may change: keys that decide the speed of a recipe and not its result.
 
-The first choice on every axis is that of the recipe, so the point (0, 0, ...) is the recipe as it is.
+The first choice on every axis is the recipe's, so the point (0, 0, ...) is the recipe as it is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.devices import wants_compile
 from zero2all.experiments.tune_search import Point
-from zero2all.hardware import wants_compile
 from zero2all.model.ops import OPS, choose_kernels
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.rank_plan import plan_memory
@@ -31,7 +31,7 @@ Choice = Mapping[str, Value]
 """Recipe keys and their values."""
 AnySection = TypeVar("AnySection", bound=Section)
 
-LAYOUTS = 5  # of the planner's ranking, beside that of the recipe
+LAYOUTS = 5  # of the planner's ranking, beside the recipe's own
 SEARCHED_LAYOUTS = 60  # several of them differ only in micro-batch
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples of a forward pass
 CHECKPOINTING = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))  # and how many blocks at once
@@ -40,15 +40,15 @@ MICRO_BATCH_KEY, COMPILE_KEY, KERNEL_KEY = "train.micro_batch_tokens", "train.co
 
 
 @dataclass(frozen=True)
-class Axis:
+class TuneAxis:
     name: str
     choices: list[Choice]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuneCandidate:
     values: Choice
-    """That differ from the recipe."""
+    """Values that differ from the recipe."""
     step: float
     """Planned seconds."""
     memory: int
@@ -65,10 +65,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TuneGrid:
-    axes: list[Axis]
-    """Those with more than one choice."""
-    candidates: dict[Point, Candidate]
-    """That are valid and fit by the plan; that of the recipe in any case."""
+    axes: list[TuneAxis]
+    """Axes with more than one choice."""
+    candidates: dict[Point, TuneCandidate]
+    """Candidates that are valid and fit by the plan, and the recipe itself in any case."""
     too_large: int
     """How many are valid and do not fit."""
     held: dict[str, str]
@@ -96,7 +96,7 @@ def build_grid(recipe: Recipe, cluster: Cluster, device: torch.device, fixed: Co
         and axis.name not in held
         and not any(key in fixed for choice in axis.choices for key in choice)
     ]
-    candidates: dict[Point, Candidate] = {}
+    candidates: dict[Point, TuneCandidate] = {}
     too_large = 0
     workload = Workload.of(recipe, largest_stage(recipe))
     by_kernels: dict[str, Workload] = {}  # the plan keeps what it knows of a workload
@@ -121,7 +121,7 @@ def held_axes(recipe: Recipe) -> dict[str, str]:
     """Axes that would change the result of a recipe beyond rounding, and why."""
     held: dict[str, str] = {}
     if recipe.model.moe is not None and recipe.model.moe.load_balancing == "aux":
-        held |= dict.fromkeys(("layout", "micro-batch"), "the balance loss of experts is that of a micro-batch")
+        held |= dict.fromkeys(("layout", "micro-batch"), "the balance loss of experts is computed on a micro-batch")
     if recipe.model.has_dropout:
         others = ("layout", "micro-batch", "attention", "compile")
         held |= dict.fromkeys(others, "dropout would draw other numbers")
@@ -141,7 +141,7 @@ def _value(section: Section, key: str) -> object:
     return functools.reduce(getattr, key.split("."), section)
 
 
-def _plan(recipe: Recipe, values: Choice, workload: Workload, cluster: Cluster) -> Candidate | None:
+def _plan(recipe: Recipe, values: Choice, workload: Workload, cluster: Cluster) -> TuneCandidate | None:
     """None if the values contradict each other, or would be another candidate's."""
     parallel, stage = recipe.parallel, largest_stage(recipe)
     if next(itertools.chain(parallel.mistakes(), parallel_mistakes(recipe.model, recipe.train, parallel)), None):
@@ -156,20 +156,20 @@ def _plan(recipe: Recipe, values: Choice, workload: Workload, cluster: Cluster) 
         return None
     if layout.batch.micro_batches < layout.dims.pp:
         return None
-    return Candidate(values, plan_step(workload, layout, cluster).expected, plan_memory(workload, layout).total)
+    return TuneCandidate(values, plan_step(workload, layout, cluster).expected, plan_memory(workload, layout).total)
 
 
-def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[Axis]:
+def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[TuneAxis]:
     train, parallel = recipe.train, recipe.parallel
     if cluster.gpus > 1:
-        yield Axis("layout", [{}, *_layouts(recipe, cluster)])
+        yield TuneAxis("layout", [{}, *_layouts(recipe, cluster)])
     stage = largest_stage(recipe)
     own = stage.micro_batch_tokens or (None if train.micro_batch_tokens == "auto" else stage.batch_tokens)
     sizes = [samples * stage.seq_len for samples in MICRO_BATCHES if samples * stage.seq_len <= stage.batch_tokens]
-    yield Axis("micro-batch", [{}, *({MICRO_BATCH_KEY: size} for size in sizes if size != own)])
+    yield TuneAxis("micro-batch", [{}, *({MICRO_BATCH_KEY: size} for size in sizes if size != own)])
     own_mode = (parallel.activation_checkpointing, parallel.activation_checkpointing_every)
     modes: list[Choice] = [{MODE_KEY: one[0], EVERY_KEY: one[1]} for one in CHECKPOINTING if one != own_mode]
-    yield Axis("activation checkpointing", [{}, *modes])
+    yield TuneAxis("activation checkpointing", [{}, *modes])
     chosen = choose_kernels(recipe.model, device)
     for op, kernels in OPS.items():
         if op == "experts" and recipe.model.moe is None:
@@ -180,10 +180,10 @@ def _axes(recipe: Recipe, cluster: Cluster, device: torch.device) -> Iterator[Ax
             if name not in ("reference", chosen[op].form)  # reference is what others are tested against
             and kernel.unavailable_reason(device, recipe.model) is None
         ]
-        yield Axis(op, [{}, *({f"{KERNEL_KEY}{op}": name} for name in names)])
+        yield TuneAxis(op, [{}, *({f"{KERNEL_KEY}{op}": name} for name in names)])
     compiles = train.compile is True or wants_compile(train.compile, device)
     if parallel.activation_checkpointing != "budget":  # which only the compiler can keep
-        yield Axis("compile", [{}, {COMPILE_KEY: not compiles}])
+        yield TuneAxis("compile", [{}, {COMPILE_KEY: not compiles}])
 
 
 def _layouts(recipe: Recipe, cluster: Cluster) -> list[Choice]:
@@ -201,7 +201,7 @@ def _layouts(recipe: Recipe, cluster: Cluster) -> list[Choice]:
 
 
 def _differs(recipe: Recipe, values: Choice, ranks: int) -> bool:
-    """Whether a layout is another one than that of the recipe, which may say auto."""
+    """Whether a layout differs from the recipe's, which may say auto."""
     stage = largest_stage(recipe)
     own, other = (Layout.of(one, stage, ranks) for one in (recipe, with_values(recipe, values)))
     resolved = {"dp_replicate": own.dims.dp_replicate, "dp_shard": own.dims.dp_shard}

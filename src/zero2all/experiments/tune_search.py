@@ -40,11 +40,11 @@ class _Search:
     points: Mapping[Point, object]
     measure: Measure
     seconds: dict[Point, float] = field(default_factory=dict)
-    """Of the last trial of each point."""
+    """The time of the last trial of each point."""
     scores: dict[Point, float] = field(default_factory=dict)
     """Relative to the first point; infinite if it failed. A point is compared with one measured just before."""
 
-    def try_point(self, point: Point, is_final: bool = False) -> float | None:
+    def try_point(self, point: Point, *, is_final: bool = False) -> float | None:
         seconds = self.measure(point, is_final)
         if seconds is not None:
             self.seconds[point] = seconds

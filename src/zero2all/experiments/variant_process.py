@@ -12,19 +12,19 @@ import traceback
 from pathlib import Path
 from typing import IO
 
-from zero2all.console import say
-from zero2all.elastic.launcher import LaunchConfig
-from zero2all.errors import Z2aError, is_out_of_memory
+from zero2all.base.console import say
+from zero2all.base.errors import Z2aError, is_out_of_memory
+from zero2all.base.io import write_record
+from zero2all.base.processes import process_start_time, stop_on_signals
+from zero2all.cluster.launch.launcher import LaunchConfig
 from zero2all.evals import evaluate_bpb
 from zero2all.experiments.evaluate import EVALUATION_FILE, evaluate
-from zero2all.io import write_record
-from zero2all.processes import process_start_time, stop_on_signals
 from zero2all.recipe import load_recipe
 from zero2all.train import Run, train
 
 # The imports take seconds, in which the runner may be killed: the process is bound to it before.
 PROGRAM = (
-    "from zero2all.processes import end_with_parent; end_with_parent({parent}); "
+    "from zero2all.base.processes import end_with_parent; end_with_parent({parent}); "
     "from zero2all.experiments.variant_process import main; main()"
 )
 
@@ -38,7 +38,7 @@ def start_variant(recipe: Path, ranks: int, log: IO[bytes]) -> subprocess.Popen[
 
 
 def main() -> None:
-    """Arguments: the recipe, the number of ranks. The exit status is that of ``z2a train``."""
+    """Arguments: the recipe, the number of ranks. It exits with the status of ``z2a train``."""
     stop_on_signals()
     try:
         sys.exit(_run_variant(Path(sys.argv[1]), int(sys.argv[2])))

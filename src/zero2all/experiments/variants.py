@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from zero2all.errors import UsageError
-from zero2all.io import fingerprint
+from zero2all.base.errors import UsageError
+from zero2all.base.io import fingerprint
 from zero2all.recipe import Recipe, load_recipe
 from zero2all.recipe.sections import RunName
 from zero2all.track.experiment_record import MAX_VARIANTS, VariantRecord
@@ -56,12 +56,12 @@ class VariantGroup:
 
     label: str
     path: Path
-    """Of the recipe file."""
+    """The path of the recipe file."""
     overrides: list[str]
     recipe: Recipe
-    """With the overrides."""
+    """The recipe with the overrides."""
     values: dict[str, int | float | str]
-    """Of the keys that are varied."""
+    """The values of the keys that are varied."""
 
 
 def experiment_dir(out: Path, name: str) -> Path:
@@ -121,7 +121,7 @@ def make_plan(
     seeds: int,
     target: dict[str, float] | None = None,
 ) -> ExperimentPlan:
-    """Every group with the same number of seeds, counted up from that of its recipe."""
+    """Every group with the same number of seeds, counted up from the recipe's."""
     if "/" in name or not is_run_name(f"{EXPERIMENTS_DIR}/{name}"):
         raise UsageError(f"--name {name}: use letters, digits, '.', '_' and '-', and not the name of a stage")
     first = groups[0].recipe
@@ -190,7 +190,7 @@ def _differs(section: Any, other: Any) -> bool:
     return bool(section.model_copy(update={"dir": None}) != other.model_copy(update={"dir": None}))
 
 
-def result_key(recipe: Recipe, with_seed: bool = True) -> str:
+def result_key(recipe: Recipe, *, with_seed: bool = True) -> str:
     """Fingerprint of all that decides the result: not of names, places, checkpoints and what is recorded."""
     # Without defaults: a later version of zero2all, which has more keys, continues the experiment.
     values = recipe_values(recipe.model_dump(mode="json", exclude_defaults=True))

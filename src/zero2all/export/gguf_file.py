@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.console import progress
-from zero2all.errors import UsageError, Z2aError, need
+from zero2all.base.console import progress
+from zero2all.base.errors import UsageError, Z2aError, need
 from zero2all.model import Z2all
 from zero2all.model.hf_config import hf_model_type
 from zero2all.model.hf_weights import EXPERT_BIAS, HF_EXPERT_BIAS, hf_names, zero_tensors
@@ -35,7 +35,7 @@ PRE_TOKENIZERS = {"zh-en-code": "smaug-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
 
 
 class TokenType(IntEnum):
-    """As in GGUF."""
+    """The token types of GGUF."""
 
     NORMAL = 1
     CONTROL = 3
@@ -52,12 +52,12 @@ class GGUFVocabulary:
     types: list[int]
     merges: list[str]
     scores: list[float]
-    """Of sentencepiece: a merge that comes first has the highest."""
+    """Scores for sentencepiece: a merge that comes first has the highest."""
     space_before: bool
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, rows: int) -> GGUFVocabulary:
-    """``rows`` are those of the embedding; ids without a token are unused."""
+    """``rows`` counts the embedding's rows; ids without a token are unused."""
     vocabulary = tokenizer.vocabulary
     if vocabulary.definition["model"].get("type", "BPE") != "BPE":
         raise UsageError("a unigram tokenizer cannot be written to GGUF: export with --format hf")
@@ -87,7 +87,7 @@ def _pre_tokenizer(tokenizer: Tokenizer) -> str:
         if pattern == known:
             return PRE_TOKENIZERS[name]
     raise UsageError(
-        "llama.cpp has no pre-tokenizer that splits text as this tokenizer does; it has those of tokenizer.pattern: "
+        "llama.cpp has no pre-tokenizer that splits text as this tokenizer does; it knows the tokenizer.pattern values "
         f"{', '.join(PRE_TOKENIZERS)}. Export with --format hf"
     )
 

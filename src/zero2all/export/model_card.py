@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from zero2all.charts.plot import Curve, Plot
-from zero2all.charts.svg import line_svg
-from zero2all.charts.table import markdown_table
-from zero2all.errors import Z2aError
-from zero2all.evals.report import read_evals, report_markdown
-from zero2all.io import read_json, write_text
+from zero2all.base.charts.plot import Curve, Plot
+from zero2all.base.charts.svg import line_svg
+from zero2all.base.charts.table import markdown_table
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json, write_text
+from zero2all.base.units import show_count, show_seconds
 from zero2all.recipe import ModelConfig
 from zero2all.tokens import TokenStore
 from zero2all.track import read_steps
+from zero2all.track.eval_report import read_evals, report_markdown
 from zero2all.track.goodput import compute_run_goodput
 from zero2all.train.run import Run
-from zero2all.units import show_count, show_seconds
 
 if TYPE_CHECKING:
     from zero2all.export.run_export import ExportResult
@@ -135,8 +134,11 @@ def _training(run: Run, result: ExportResult, steps: dict[int, dict[str, float]]
     facts.append(f"on {_text(str(environment.get('device', 'unknown')))}")
     facts.append(f"in {show_seconds(compute_run_goodput(run.directory).seconds)}")
     parts += [", ".join(facts) + ".", ""]
-    losses = [f"{title} {value:.4f}" for name, title in ((TRAIN, "training"), (VALIDATION, "validation"))
-              if (value := _last(steps, name)) is not None]  # fmt: skip
+    losses = [
+        f"{title} {value:.4f}"
+        for name, title in ((TRAIN, "training"), (VALIDATION, "validation"))
+        if (value := _last(steps, name)) is not None
+    ]
     if losses:
         parts += [f"Loss: {', '.join(losses)} nats per token.", ""]
     curves = [
@@ -164,10 +166,10 @@ def _without_private(value: Any) -> Any:
 
 def _evaluations(run: Run) -> list[str]:
     try:
-        evals = [replace(one, name=run.recipe.name) for one in read_evals([str(run.directory)])]
+        evals = read_evals(run.recipe.name, run.directory, run.tokenizer().vocab_size)
     except Z2aError:
         return []  # no checkpoint was evaluated
-    lines = report_markdown(evals).splitlines()
+    lines = report_markdown([evals]).splitlines()
     return [f"#{line}" if line.startswith("#") else line for line in lines] + [""]
 
 

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import torch
 
+from zero2all.base.console import say
+from zero2all.base.errors import UsageError, Z2aError, need, quiet_libraries
+from zero2all.base.io import atomic_dir, atomic_path, write_json
+from zero2all.base.manifest import checksums, write_manifest
+from zero2all.base.network.http_client import shared_client
 from zero2all.checkpoint.inspection import CheckpointWeights
-from zero2all.console import say
-from zero2all.errors import UsageError, Z2aError, need, quiet_libraries
 from zero2all.export.gguf_file import GGUF_DTYPES, GGUFDtype, write_gguf
 from zero2all.export.model_card import write_model_card
-from zero2all.http_client import shared_client
-from zero2all.io import atomic_dir, atomic_path, checksums, write_json, write_manifest
 from zero2all.model import Z2all, export_hf
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.model.hf import export_adapter
@@ -60,7 +61,7 @@ def transformers_difference(model: Z2all, tokenizer: Tokenizer, exported: Path, 
             raise Z2aError(f"nothing was written: the exported tokenizer splits {text!r} differently")
         tokens = torch.tensor([ids[: model.config.max_position_embeddings]])
         differences.append((model(tokens) - theirs(tokens).logits).abs().max())
-    return float(torch.stack(differences).max())  # NaN if one of them is, unlike that of Python
+    return float(torch.stack(differences).max())  # NaN if one of them is, unlike with Python's max
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, begin_id: int | None) -> list[int]:
@@ -89,7 +90,7 @@ class LlamaCpp:
 
     @property
     def address(self) -> str:
-        """Of its HTTP server, on loopback."""
+        """The address of its HTTP server, on loopback."""
         return str(self._server.listening_address)
 
     def logprobs(self, ids: Sequence[int], top: int = TOP_TOKENS) -> dict[int, float]:
@@ -144,7 +145,7 @@ def llama_cpp_difference(model: Z2all, tokenizer: Tokenizer, path: Path, begin_i
 
 KIND = "export"
 TOLERANCES = {"hf": 1e-4, "gguf": 1e-3}
-"""Of logits in transformers, and of log-probabilities in llama.cpp, in fp32."""
+"""Tolerances of logits in transformers, and of log-probabilities in llama.cpp, in fp32."""
 ENGINES = {"hf": ("transformers", "transformers"), "gguf": ("llama.cpp", "xllamacpp")}
 """The program that a format is compared in, and the package that has it."""
 HF_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -262,12 +263,7 @@ def _copy_tokenizer(tokenizer: Tokenizer, out: Path, begin_id: int | None) -> No
 
 
 def _difference(
-    run: Run,
-    step: int,
-    written: Path,
-    format: ExportFormat,
-    dtype: ExportDtype,
-    begin_id: int | None,
+    run: Run, step: int, written: Path, format: ExportFormat, dtype: ExportDtype, begin_id: int | None
 ) -> float:
     """How far another program is from our model; an error if it should be nothing."""
     model, tokenizer = _merged_model(run, step), run.tokenizer()

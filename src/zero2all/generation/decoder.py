@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.generation.rank_model import Chosen, LocalModel, RankModel
 from zero2all.generation.sampling import SamplingParams, TextStream, choose_tokens
 from zero2all.model import KVCache
@@ -43,7 +43,7 @@ class Completion:
     text: str
     """Without end-of-text token and stop string."""
     tokens: list[int]
-    """All generated tokens, also the end-of-text token or those of the stop string."""
+    """All generated tokens, also the end-of-text token or the stop string's."""
     logprobs: list[float]
     """The log-probability of each token by the model, before temperature, filters and penalty."""
     finish_reason: Literal["stop", "length"]
@@ -62,11 +62,11 @@ class TextPiece:
     completion: Completion | None = None
     """With the last piece: the full text."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens since the last piece, where they were asked for."""
+    """Log-probabilities of the tokens since the last piece, where they were asked for."""
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """A prompt to complete."""
 
     index: int
@@ -94,10 +94,10 @@ class Request:
 
 @dataclass
 class _Row:
-    request: Request
+    request: GenerationRequest
     text: TextStream
     choice_params: SamplingParams
-    """Those that a token depends on: without seed, limit and stop strings, so that most rows have the same."""
+    """What a token depends on: parameters without seed, limit and stop strings, so that most rows have the same."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class _RowTensors:
         self.seen_RV = torch.zeros(rows, 0, dtype=torch.bool, device=device)
         self._vocab = vocab
 
-    def start(self, row: int, request: Request) -> None:
+    def start(self, row: int, request: GenerationRequest) -> None:
         self.counts_R[row], self.limits_R[row] = 0, request.max_tokens
         if request.params.temperature > 0:
             self.uniforms_RT[row, : request.max_tokens] = request.uniforms(request.params.seed)
@@ -144,14 +144,26 @@ class _RowTensors:
         self.counts_R[rows] += 1
 
 
+@dataclass(frozen=True)
+class DecoderSize:
+    """The requests that a decoder has room for."""
+
+    rows: int
+    """Number of requests that are generated at the same time."""
+    length: int
+    """Maximum number of tokens of prompt and text of a request together."""
+    width: int | None = None
+    """Maximum number of tokens of its text. Default: ``length``."""
+
+
 class Decoder:
-    """Completes requests, ``rows`` at a time; more may be added at any time.
+    """Completes requests, several at a time; more may be added at any time.
 
     The active rows are always the first ones of the cache: the last row moves to the place of one that finished.
     So a finished row costs nothing, and nothing is copied but that row.
 
-    >>> decoder = Decoder(as_rank_model(model), tokenizer, rows=8, length=2048)
-    >>> decoder.add(Request(0, [1, 2, 3], max_tokens=20, params=SamplingParams()))
+    >>> decoder = Decoder(as_rank_model(model), tokenizer, DecoderSize(rows=8, length=2048))
+    >>> decoder.add(GenerationRequest(0, [1, 2, 3], max_tokens=20, params=SamplingParams()))
     >>> while not decoder.finished:
     ...     pieces = decoder.step()
     """
@@ -160,18 +172,16 @@ class Decoder:
         self,
         model: LocalModel | RankModel,
         tokenizer: Tokenizer,
-        rows: int,
-        length: int,
-        width: int | None = None,
+        size: DecoderSize,
+        *,
         every_token: bool = True,
         refill_share: float = 0.0,
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> None:
-        """``length`` bounds prompt and text of a request together, ``width`` its text.
+        """Without ``every_token``, text is decoded once at the end.
 
-        Without ``every_token`` text is decoded once at the end. Waiting prompts are read when ``refill_share`` of the
-        rows are free. ``on_failure`` is called with the index of a request that fails alone, such as by NaN logits;
-        without it, that raises.
+        Waiting prompts are read when ``refill_share`` of the rows are free. ``on_failure`` is called with the index of
+        a request that fails alone, such as by NaN logits; without it, that raises.
         """
         device = model.device
         self._model, self._every_token, self._refill_share = model, every_token, refill_share
@@ -180,11 +190,11 @@ class Decoder:
         forbidden_ids = sorted(set(tokenizer.control_ids) - set(tokenizer.stop_token_ids))
         self._end_ids = torch.tensor(tokenizer.stop_token_ids, dtype=torch.int64, device=device)
         self._forbidden_ids = torch.tensor(forbidden_ids, dtype=torch.int64, device=device)
-        self._max_rows = rows
-        self._length, self._device = length + model.sequence_multiple - 1, device
-        self._cache = KVCache(rows, self._length, device)
-        self._tensors = _RowTensors(rows, width or length, tokenizer.vocab_size, device)
-        self._waiting: deque[Request] = deque()
+        self._max_rows = size.rows
+        self._length, self._device = size.length + model.sequence_multiple - 1, device
+        self._cache = KVCache(size.rows, self._length, device)
+        self._tensors = _RowTensors(size.rows, size.width or size.length, tokenizer.vocab_size, device)
+        self._waiting: deque[GenerationRequest] = deque()
         self._rows: list[_Row] = []
 
     @property
@@ -199,7 +209,7 @@ class Decoder:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         self._waiting.append(request)
 
     def remove(self, index: int) -> None:
@@ -251,8 +261,8 @@ class Decoder:
         self._cache.select(0, len(self._rows))
         return pieces
 
-    def _next_requests(self) -> list[Request]:
-        """Those of one forward pass."""
+    def _next_requests(self) -> list[GenerationRequest]:
+        """The requests of one forward pass."""
         requests = [self._waiting.popleft()]
         width = len(requests[0].prompt_tokens)
         while self._waiting:
@@ -294,7 +304,7 @@ class Decoder:
                 if has_nan[number]:
                     raise Z2aError(NAN_LOGITS)
                 self._note_token(self._rows[first + number], new[number], logits_BV, number)
-                piece = self._add_token(first + number, new[number], ended[number], full[number])
+                piece = self._add_token(first + number, new[number], ended=ended[number], full=full[number])
             except Exception as error:  # of this row alone
                 self._fail_row(first + number, error)
                 continue
@@ -341,7 +351,7 @@ class Decoder:
         if row.request.top_logprobs is not None and logits_BV is not None:
             row.logprobs += _token_logprobs(logits_BV[number : number + 1], [token], row.request.top_logprobs)
 
-    def _add_token(self, number: int, token: int, ended: bool, full: bool) -> TextPiece:
+    def _add_token(self, number: int, token: int, *, ended: bool, full: bool) -> TextPiece:
         row = self._rows[number]
         if self._every_token or row.request.needs_every_token:
             tokens = [] if ended else [token]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from zero2all.errors import UsageError
-from zero2all.generation.decoder import REFILL_SHARE, Completion, Decoder, Request, TextPiece
-from zero2all.generation.rank_model import as_rank_model
+from zero2all.base.errors import UsageError
+from zero2all.generation.decoder import REFILL_SHARE, Completion, Decoder, DecoderSize, GenerationRequest, TextPiece
+from zero2all.generation.rank_model import LocalModel, RankModel, as_rank_model
 from zero2all.generation.sampling import SamplingParams
 from zero2all.model import Z2all
+from zero2all.model.kv_cache import DECODE_ROWS
 from zero2all.parallel import ParallelModel
 from zero2all.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, which begins a document, or tokens, such as a rendered chat."""
 DEFAULT_PARAMS = SamplingParams()
-BATCH_SIZE = 64
 
 
 def generate_batch(
@@ -24,7 +24,7 @@ def generate_batch(
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     params: SamplingParams = DEFAULT_PARAMS,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = DECODE_ROWS,
     on_step: Callable[[], None] | None = None,
     occurrences: Sequence[int] | None = None,
 ) -> list[Completion]:
@@ -43,7 +43,9 @@ def generate_batch(
     they have different ``occurrences``, by default how many earlier prompts are the same. ``on_step`` is called after
     every forward pass.
     """
-    pieces = _run(model, tokenizer, prompts, params, batch_size, False, on_step or (lambda: None), occurrences)
+    rank_model = as_rank_model(model)
+    requests = _requests(rank_model, tokenizer, prompts, params, occurrences)
+    pieces = _run(rank_model, tokenizer, requests, batch_size, every_token=False, on_step=on_step or (lambda: None))
     completions = {piece.index: piece.completion for piece in pieces if piece.completion is not None}
     return [completions[index] for index in range(len(prompts))]
 
@@ -53,7 +55,7 @@ def stream(
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     params: SamplingParams = DEFAULT_PARAMS,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = DECODE_ROWS,
 ) -> Iterator[TextPiece]:
     """The texts of ``generate_batch`` piece by piece, as they are generated.
 
@@ -62,48 +64,47 @@ def stream(
     >>> for piece in stream(model, tokenizer, ["Once upon a time"]):
     ...     print(piece.text, end="", flush=True)
     """
-    yield from _run(model, tokenizer, prompts, params, batch_size, every_token=True, on_step=lambda: None)
+    rank_model = as_rank_model(model)
+    requests = _requests(rank_model, tokenizer, prompts, params, occurrences=None)
+    yield from _run(rank_model, tokenizer, requests, batch_size, every_token=True, on_step=lambda: None)
 
 
 def _run(
-    model: Z2all | ParallelModel,
+    model: LocalModel | RankModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
+    requests: list[GenerationRequest],
     batch_size: int,
+    *,
     every_token: bool,
     on_step: Callable[[], None],
-    occurrences: Sequence[int] | None = None,
 ) -> Iterator[TextPiece]:
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1; it is {batch_size}")
-    rank_model = as_rank_model(model)
-    # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
-    context = rank_model.config.max_position_embeddings - (rank_model.sequence_multiple - 1)
-    requests = _requests(context, tokenizer, prompts, params, occurrences)
     length = max((len(request.prompt_tokens) + request.max_tokens for request in requests), default=0)
     width = max((request.max_tokens for request in requests), default=0)
-    rows = min(batch_size, len(requests))
-    decoder = Decoder(rank_model, tokenizer, rows, length, width, every_token, REFILL_SHARE)
+    size = DecoderSize(min(batch_size, len(requests)), length, width)
+    decoder = Decoder(model, tokenizer, size, every_token=every_token, refill_share=REFILL_SHARE)
     # Prompts of similar length are read together; the longest first, so that memory is short at once or never.
     for request in sorted(requests, key=lambda request: -len(request.prompt_tokens)):
         decoder.add(request)
-    with rank_model.eval_mode():
+    with model.eval_mode():
         while not decoder.finished:
             yield from decoder.step()
             on_step()
-        rank_model.wait_for_others(on_step)
+        model.wait_for_others(on_step)
 
 
 def _requests(
-    context: int,
+    model: LocalModel | RankModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     occurrences: Sequence[int] | None,
-) -> list[Request]:
+) -> list[GenerationRequest]:
+    # Where the sequence is split over ranks, a pass is padded to equal parts, and the padding is in the context too.
+    context = model.config.max_position_embeddings - (model.sequence_multiple - 1)
     max_prompt_tokens = context - min(params.max_tokens, context // 2)
-    requests: list[Request] = []
+    requests: list[GenerationRequest] = []
     counts: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(prompts):
         # In training a document follows an end-of-text token, so a prompt does too.
@@ -113,6 +114,6 @@ def _requests(
         ids = ids[-max_prompt_tokens:]
         most = min(params.max_tokens, context - len(ids))
         occurrence = counts[tuple(ids)] if occurrences is None else occurrences[index]
-        requests.append(Request(index, ids, most, params, occurrence))
+        requests.append(GenerationRequest(index, ids, most, params, occurrence))
         counts[tuple(ids)] += 1
     return requests

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.model import KVCache, Z2all
+from zero2all.model import KVCache, ModelInputs, Z2all
 from zero2all.model.blocks import ScoredTargets
 from zero2all.model.decode_step import DecodeStep
 from zero2all.model.kv_cache import Branches
 from zero2all.model.rope_table import depends_on_length
 from zero2all.parallel import ParallelModel
+from zero2all.parallel.pipeline_parallel import broadcast_from_head
 
 SYNC_PASSES = 4  # forward passes between two questions whether a rank still generates
 
@@ -44,7 +45,7 @@ class LocalModel:
         if tokens_BS.shape[1] == 1 and counts_B is None and cache.longest and self._supports_decode_step():
             self._decode_step = self._decode_step or DecodeStep(self._model)
             return self._decode_step(tokens_BS[:, 0], cache)[:, None]
-        logits: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B)
+        logits: Tensor = self._model(ModelInputs(tokens_BS, cache=cache, counts_B=counts_B))
         return logits
 
     def _supports_decode_step(self) -> bool:
@@ -64,7 +65,7 @@ class LocalModel:
         cache: KVCache | Branches | None = branches
         if depends_on_length(self.config):  # else padding never changes what stands before it
             cache = KVCache(tokens_BS.shape[0], tokens_BS.shape[1], self.device)
-        scores: Tensor = self._model(tokens_BS, cache=cache, counts_B=counts_B, scored=scored)
+        scores: Tensor = self._model(ModelInputs(tokens_BS, cache=cache, counts_B=counts_B, scored=scored))
         return scores
 
 
@@ -101,7 +102,7 @@ class RankModel:
             self._model.generate_logits(tokens_11, KVCache(1, self.sequence_multiple, self.device))
             on_pass()
 
-    def _any_working(self, working: bool) -> bool:
+    def _any_working(self, *, working: bool) -> bool:
         if self._shards is None:
             return working
         flag = torch.tensor(int(working), device=self.device)
@@ -113,19 +114,19 @@ class RankModel:
         message = torch.empty(2, rows, dtype=torch.float64, device=self.device)
         if chosen is not None:
             message = torch.stack([chosen.tokens_B.double(), chosen.logprobs_B.double()])
-        self._model.broadcast_from_head(message)
+        broadcast_from_head(message, self._model.recipe, self._model.mesh)
         return Chosen(message[0].long(), message[1].float())
 
     def score(
         self, tokens_BS: Tensor, counts_B: Tensor, scored: ScoredTargets, branches: Branches | None = None
     ) -> Tensor:
-        """As on one device. With a KV cache, since every rank then has all positions, whatever the layout."""
+        """Score as on one device. With a KV cache, since every rank then has all positions, whatever the layout."""
         rows, length = tokens_BS.shape
         cache = branches or KVCache(rows, length + self.sequence_multiple - 1, self.device)
         scores = self._model.generate_logits(tokens_BS, cache, counts_B, scored)
         if scores is None:
             scores = torch.empty(2, len(scored.targets_N), device=self.device)
-        self._model.broadcast_from_head(scores)
+        broadcast_from_head(scores, self._model.recipe, self._model.mesh)
         return scores
 
 

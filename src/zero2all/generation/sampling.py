@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 
 GREEDY = 1e-5  # a lower temperature is none: fp32 could not divide by it
 
@@ -69,7 +69,7 @@ def choose_tokens(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor,
         return logits_BV.argmax(-1)
     logits_BC, ids_BC = candidates(logits_BV, params)
     # Inverse transform sampling. The first cumulative probability above the number belongs to a token of some
-    # probability: tokens without any have that of the token before them.
+    # probability: tokens without any have the same one as the token before them.
     cumulative_BC = logits_BC.softmax(-1).cumsum(-1)
     targets_B1 = uniforms_B[:, None] * cumulative_BC[:, -1:]
     chosen_B1 = torch.searchsorted(cumulative_BC, targets_B1, right=True)

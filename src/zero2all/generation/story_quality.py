@@ -63,7 +63,7 @@ ROLE_HEADER = re.compile(r"^(?:system|user|assistant)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
+class StoryAnswer:
     """An answer of the model."""
 
     conversation: StoryConversation
@@ -81,7 +81,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class ChatQuality:
-    """Of many answers."""
+    """The quality of many answers."""
 
     answers: int
     stopped: int
@@ -103,11 +103,11 @@ class ChatQuality:
 @dataclass(frozen=True)
 class ChatEvaluation:
     quality: ChatQuality
-    answers: list[ChatAnswer]
+    answers: list[StoryAnswer]
 
-    def first_of(self, kinds: Sequence[str]) -> list[ChatAnswer]:
+    def first_of(self, kinds: Sequence[str]) -> list[StoryAnswer]:
         """The first answer of each kind in each language."""
-        found: dict[tuple[str, bool], ChatAnswer] = {}
+        found: dict[tuple[str, bool], StoryAnswer] = {}
         for answer in self.answers:
             key = (answer.conversation.kind, answer.conversation.prompt[-1]["content"].isascii())
             if key[0] in kinds:
@@ -129,7 +129,7 @@ def evaluate_chat(model: Z2all, tokenizer: Tokenizer, conversations: Sequence[St
     params = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     completions = generate_batch(model, tokenizer, prompts, params)
     answers = [
-        ChatAnswer(one, completion.text, completion.finish_reason == "stop", one.is_right(completion.text))
+        StoryAnswer(one, completion.text, completion.finish_reason == "stop", one.is_right(completion.text))
         for one, completion in zip(conversations, completions, strict=True)
     ]
     checked = [answer.right for answer in answers if answer.right is not None]

@@ -3,6 +3,7 @@
 from zero2all.model.hf import export_hf, load_hf
 from zero2all.model.hf_config import hf_incompatibility
 from zero2all.model.hf_weights import HFWeights
+from zero2all.model.inputs import ModelInputs
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import document_starts
 from zero2all.model.ops.kernels import IGNORE_INDEX
@@ -13,6 +14,7 @@ __all__ = [
     "IGNORE_INDEX",
     "HFWeights",
     "KVCache",
+    "ModelInputs",
     "StoredWeights",
     "Z2all",
     "document_starts",

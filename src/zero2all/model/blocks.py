@@ -26,7 +26,7 @@ from zero2all.recipe.model import LoraConfig
 
 
 def matmul_dtype(weight: Tensor) -> torch.dtype:
-    """What matrices compute in: autocast's type, or that of the weights. Casting once for several is cheaper."""
+    """What matrices compute in: autocast's type, or the weights' own. Casting once for several is cheaper."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
@@ -44,7 +44,7 @@ class RMSNorm(OpsModule):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # In the precision of the residual stream, then in that of the matrices after it.
+        # In the precision of the residual stream, then of the matrices after it.
         return self.ops.norm(x, self.weight, self.eps).to(matmul_dtype(self.weight))
 
 
@@ -53,9 +53,9 @@ class Attention(OpsModule):
         super().__init__()
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.attention_dropout
         queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
-        self.q_proj = projection(config.lora, "q_proj", config.hidden_size, queries, config.qkv_bias)
-        self.k_proj = projection(config.lora, "k_proj", config.hidden_size, keys, config.qkv_bias)
-        self.v_proj = projection(config.lora, "v_proj", config.hidden_size, keys, config.qkv_bias)
+        self.q_proj = projection(config.lora, "q_proj", config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = projection(config.lora, "k_proj", config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = projection(config.lora, "v_proj", config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = projection(config.lora, "o_proj", queries, config.hidden_size)
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
@@ -120,6 +120,7 @@ class LMHead(OpsModule, nn.Linear):
         targets_BS: Tensor | None = None,
         counts_B: Tensor | None = None,
         scored: ScoredTargets | None = None,
+        *,
         with_z_loss: bool = False,
         soft: SoftTargets | None = None,
         likeliest: int = 0,
@@ -139,7 +140,7 @@ class LMHead(OpsModule, nn.Linear):
         return losses.view_as(targets_BS)
 
     def _with_teacher(self, losses: Tensor, x_ND: Tensor, targets_N: Tensor, soft: SoftTargets) -> Tensor:
-        """The values stay those of the right tokens; the gradient is also that of the distance to a teacher."""
+        """The values stay the losses of the right tokens; the gradient also has the distance to a teacher."""
         rows = targets_N != IGNORE_INDEX
         ids, logps = soft.ids_BSK.flatten(0, 1)[rows], soft.logps_BSK.flatten(0, 1)[rows]
         distances = soft_cross_entropy(x_ND[rows], self.weight, ids, logps, self.head_config)

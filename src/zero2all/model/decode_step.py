@@ -40,7 +40,7 @@ class DecodeStep:
     """
 
     def __init__(self, model: Z2all) -> None:
-        """Of a model that it ``supports``."""
+        """``model`` is one that it ``supports``."""
         config = model.config
         self._model, self._heads, self._kv_heads = model, config.num_attention_heads, config.num_key_value_heads
         self._size, self._eps = config.head_size, config.rms_norm_eps

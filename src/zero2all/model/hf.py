@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from zero2all.console import progress
-from zero2all.errors import UsageError
-from zero2all.io import write_json
+from zero2all.base.console import progress
+from zero2all.base.errors import UsageError
+from zero2all.base.io import write_json
 from zero2all.model.hf_config import hf_config
 from zero2all.model.hf_weights import CONFIG, INDEX, WEIGHTS, HFTensor, HFWeights, hf_tensors, tied_head
 from zero2all.model.lora import adapters
@@ -38,7 +38,7 @@ def export_hf(
 ) -> None:
     """Write config and weights to an existing directory. One shard is in memory at a time.
 
-    ``end_ids`` are the tokens at which generation ends, that of a document first; ``begin_id`` is the one that text
+    ``end_ids`` are the tokens at which generation ends, the document's first; ``begin_id`` is the one that text
     begins with.
     """
     reader = ModelWeights(weights) if isinstance(weights, Z2all) else weights

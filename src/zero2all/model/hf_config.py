@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.records import first_problem, parse_record
 from zero2all.recipe import ModelConfig, MoeConfig, RopeScaling
-from zero2all.records import first_problem, parse_record
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

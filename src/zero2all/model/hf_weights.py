@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import MANIFEST, check_regular, read_json, read_json_object, read_record, sha256_file
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import MANIFEST, check_regular, read_json, read_json_object, read_record, sha256_file
 from zero2all.model.hf_config import from_hf_config, hf_model_type
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.weights import VOCABULARY_WEIGHTS, WeightReader, part_slices
@@ -75,7 +75,7 @@ class HFTensor:
     """The weight of ours. None: zeros, for what other models have and ours does not."""
     expert: int | None = None
     is_copy: bool = False
-    """Of another tensor; safetensors refuses two that share memory."""
+    """Whether it copies another tensor; safetensors refuses two that share memory."""
 
     @property
     def in_fp32(self) -> bool:
@@ -114,7 +114,7 @@ def tied_head(config: ModelConfig) -> list[HFTensor]:
 
 
 def zero_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what an architecture has and our model does not, which is the same as zeros."""
+    """Names and shapes of weights that an architecture has and our model does not, which is the same as zeros."""
     kind, layers = hf_model_type(config), range(config.num_hidden_layers)
     if kind == "qwen3" and config.qkv_bias:  # it switches the biases of q, k, v and o together; ours has none on o
         return {f"model.layers.{layer}.self_attn.o_proj.bias": (config.hidden_size,) for layer in layers}

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from zero2all.model.ops.attention import cached_mask
 
+DECODE_ROWS = 64  # sequences that generation decodes at a time
+
 
 class KVCache:
     """Keys and values of several sequences, so that generation computes each position once.
@@ -54,7 +56,7 @@ class KVCache:
         return cached_mask(self._positions_BS, self.longest + self._positions_BS.shape[1], window)
 
     def extend(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values at the next positions, and return those of all positions.
+        """Write a layer's keys and values at the next positions, and return them for all positions.
 
         Rows shorter than the longest have values of no meaning past their end, which a mask has to hide.
         """

@@ -17,7 +17,7 @@ ADAPTER_MARK = ".lora_"
 class LoRALinear(nn.Linear):
     """A frozen matrix W, and beside it scaling * B @ A. B begins at zero, so that the model begins as it was."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, lora: LoraConfig) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, lora: LoraConfig) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.scaling = lora.alpha / lora.rank
         self.lora_A = nn.Parameter(torch.empty(lora.rank, in_features))
@@ -34,12 +34,12 @@ class LoRALinear(nn.Linear):
 
 
 def projection(
-    lora: LoraConfig | None, name: str, in_features: int, out_features: int, bias: bool = False
+    lora: LoraConfig | None, name: str, in_features: int, out_features: int, *, bias: bool = False
 ) -> nn.Linear:
     """The matrix of a block, with an adapter if one is asked for."""
     if lora is None or name not in lora.target_modules:
         return nn.Linear(in_features, out_features, bias=bias)
-    return LoRALinear(in_features, out_features, bias, lora)
+    return LoRALinear(in_features, out_features, bias=bias, lora=lora)
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:
@@ -60,5 +60,5 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def initial_adapter_std(name: str, parameter: Tensor) -> float:
-    """As PEFT: A as PyTorch initializes a matrix (the standard deviation of that uniform distribution), B zero."""
+    """PEFT's choice: A as PyTorch initializes a matrix (the standard deviation of a uniform distribution), B zero."""
     return 1 / math.sqrt(3 * parameter.shape[1]) if name.endswith("lora_A") else 0.0

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.model.cost.model_size import ROUTER
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
@@ -37,7 +37,7 @@ class StoredWeights(WeightReader, Protocol):
 
     path: Path
     dtype: str
-    """Such as ``bfloat16``; several are separated by commas."""
+    """The dtype, such as ``bfloat16``; several are separated by commas."""
 
     def checksums(self, rank: int, world_size: int) -> dict[str, str]:
         """SHA-256 of every ``world_size``-th file, from ``rank`` on. Raises if one differs from the recorded checksum.

@@ -1,6 +1,6 @@
 """The Z2all decoder: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. One device.
 
-It knows nothing of parallelism. Parameter names are those of Hugging Face Llama without the
+It knows nothing of parallelism. Parameters have the names of Hugging Face Llama without the
 leading ``model.``, so that export is a renaming. Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm, ScoredTargets
+from zero2all.model.blocks import Attention, FeedForward, LMHead, OpsModule, RMSNorm
+from zero2all.model.inputs import ModelInputs
 from zero2all.model.kv_cache import Branches, KVCache
 from zero2all.model.lora import ADAPTER_MARK, freeze_all_but_adapters, initial_adapter_std
 from zero2all.model.moe import MoE, RoutingStats, balance_loss
 from zero2all.model.ops import Ops, choose_kernels
 from zero2all.model.ops.attention import MaskInputs, SdpaMask, with_dense_mask
-from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.model.ops.kernels import IGNORE_INDEX
 from zero2all.model.rope_table import depends_on_length, rotary_table
 from zero2all.recipe import ModelConfig, MoeConfig, OpsRecipe, RopeScaling
+
+Masks = Mapping[int | None, Any]
+"""Attention masks by window."""
 
 
 class Block(nn.Module):
@@ -172,72 +175,52 @@ class Z2all(OpsModule):
         return std if name.startswith("embed_tokens") else std * math.sqrt(self.config.mup_width_mult)
 
     def forward(
-        self,
-        tokens_BS: Tensor,
-        targets_BS: Tensor | None = None,
-        cache: KVCache | Branches | None = None,
-        doc_starts_BS: Tensor | None = None,
-        cu_seqlens_1N: Tensor | None = None,
-        counts_B: Tensor | None = None,
-        scored: ScoredTargets | None = None,
-        soft_ids_BSK: Tensor | None = None,
-        soft_logps_BSK: Tensor | None = None,
-        soft_weight: float = 0.0,
-        dropout_seed_1: Tensor | int | None = None,
-        likeliest: int = 0,
+        self, inputs: ModelInputs | Tensor, targets_BS: Tensor | None = None, cache: KVCache | Branches | None = None
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss of each token [B, S] in fp32, zero where it is IGNORE_INDEX.
 
-        Losses stay apart so that the caller divides by the tokens of the global batch and can report by source.
-        With ``doc_starts_BS`` (``document_starts``) positions see only their own document; with ``cu_seqlens_1N``
-        (``document_cu_seqlens``) kernels for GPUs need no host sync for that. In training the gradient is
-        also that of the auxiliary losses, for each token its share of them; the values are cross-entropy alone.
-
-        With ``cache`` the tokens follow those in it; the caller calls ``cache.advance`` afterwards. Rows of different
-        lengths are padded on the right: row b has ``counts_B[b]`` tokens, and the logits [B, 1, V] are of its last.
-
-        With ``scored`` only its targets are scored: the losses, and 1 where a target is the likeliest token, [2, N].
-        With ``likeliest`` the ids and log-probabilities of that many tokens, [2, B, S, K].
-        With ``soft_ids_BSK`` the gradient is also that of the distance to a teacher: see ``SoftTargets``.
-
-        With ``dropout_seed_1``, one number in main memory, dropout masks are a function of it and of the layer.
+        Losses stay apart so that the caller divides by the tokens of the global batch and can report by source. In
+        training the gradient includes the auxiliary losses, for each token its share of them; the values are
+        cross-entropy alone. ``ModelInputs`` says what else can be asked for.
         """
-        length = tokens_BS.shape[1]
+        if isinstance(inputs, Tensor):
+            inputs = ModelInputs(inputs, targets_BS, cache=cache)
+        rotary, masks = self._positions(inputs)
+        x_BSD = self.residual(self.embed_tokens(inputs.tokens_BS))
+        x_BSD, routings = self._run_layers(x_BSD, rotary, masks, inputs)
+        if inputs.targets_BS is None:
+            logits: Tensor = self.lm_head(
+                self.norm(x_BSD), counts_B=inputs.counts_B, scored=inputs.scored, likeliest=inputs.likeliest
+            )
+            return logits
+        with_auxiliary = self.training and self.has_auxiliary_losses
+        losses: Tensor = self.lm_head(self.norm(x_BSD), inputs.targets_BS, with_z_loss=with_auxiliary, soft=inputs.soft)
+        if not with_auxiliary or not (self.config.moe or self.mtp):
+            return losses
+        extra = torch.zeros(inputs.targets_BS.shape, device=x_BSD.device)
+        if self.mtp is not None:
+            _seed_dropout(inputs, self.config.num_hidden_layers)
+            mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, inputs, rotary, masks)
+            extra = extra + self.config.mtp_weight * mtp_losses
+            routings += _record_expert_load(self.mtp.block, routed)
+        if routings and self.config.moe is not None and self.config.moe.load_balancing == "aux":
+            extra = extra + self._balance_losses(self.config.moe, routings, inputs.targets_BS)
+        return losses + (extra - extra.detach())
+
+    def _positions(self, inputs: ModelInputs) -> tuple[Tensor, Masks]:
+        """Rotary table and attention masks: of a sequence from its start, or of what follows a KV cache."""
+        length, cache = inputs.tokens_BS.shape[1], inputs.cache
         end = length if cache is None else cache.longest + length
         if end > self.config.max_position_embeddings:
             raise ValueError(
                 f"{end} positions are more than the model's context of {self.config.max_position_embeddings}"
             )
         if cache is None:
-            rotary = self.rotary(length, doc_starts_BS)
-            masks = self.attention_masks(length, doc_starts_BS, cu_seqlens_1N)
-        else:
-            positions_BS = cache.next_positions(length)
-            rotary = self.cached_rotary(positions_BS, cache.lengths_B + (length if counts_B is None else counts_B))
-            masks = {window: cache.mask(window) for window in self._windows()}
-        x_BSD = self.residual(self.embed_tokens(tokens_BS))
-        x_BSD, routings = self._run_layers(x_BSD, rotary, masks, cache, dropout_seed_1)
-        if targets_BS is None:
-            wanted = {"counts_B": counts_B, "scored": scored, "likeliest": likeliest}
-            wanted = wanted if isinstance(self.lm_head, LMHead) else {}
-            logits: Tensor = self.lm_head(self.norm(x_BSD), **wanted)
-            return logits
-        with_auxiliary = self.training and self.has_auxiliary_losses
-        options: dict[str, Any] = {"with_z_loss": with_auxiliary} if isinstance(self.lm_head, LMHead) else {}
-        if soft_ids_BSK is not None and soft_logps_BSK is not None:
-            options["soft"] = SoftTargets(soft_ids_BSK, soft_logps_BSK, soft_weight)
-        losses: Tensor = self.lm_head(self.norm(x_BSD), targets_BS, **options)
-        if not with_auxiliary or not (self.config.moe or self.mtp):
-            return losses
-        extra = torch.zeros(targets_BS.shape, device=x_BSD.device)
-        if self.mtp is not None:
-            _seed_dropout(dropout_seed_1, self.config.num_hidden_layers)
-            mtp_losses, routed = self._mtp_losses(self.mtp, x_BSD, targets_BS, rotary, masks, doc_starts_BS)
-            extra = extra + self.config.mtp_weight * mtp_losses
-            routings += _record_expert_load(self.mtp.block, routed)
-        if routings and self.config.moe is not None and self.config.moe.load_balancing == "aux":
-            extra = extra + self._balance_losses(self.config.moe, routings, targets_BS)
-        return losses + (extra - extra.detach())
+            masks = self.attention_masks(length, inputs.doc_starts_BS, inputs.cu_seqlens_MN)
+            return self.rotary(length, inputs.doc_starts_BS), masks
+        counts = length if inputs.counts_B is None else inputs.counts_B
+        rotary = self.cached_rotary(cache.next_positions(length), cache.lengths_B + counts)
+        return rotary, {window: cache.mask(window) for window in self._windows()}
 
     def _balance_losses(self, moe: MoeConfig, routings: list[RoutingStats], targets_BS: Tensor) -> Tensor:
         """Each token's share of the load-balancing loss of all layers."""
@@ -257,12 +240,7 @@ class Z2all(OpsModule):
         return counts_LE, wanted_BS
 
     def _run_layers(
-        self,
-        x_BSD: Tensor,
-        rotary: Tensor,
-        masks: Mapping[int | None, Any],
-        cache: KVCache | Branches | None,
-        dropout_seed_1: Tensor | int | None,
+        self, x_BSD: Tensor, rotary: Tensor, masks: Masks, inputs: ModelInputs
     ) -> tuple[Tensor, list[RoutingStats]]:
         """The residual stream after all blocks, and the routing statistics of their experts."""
         routings: list[RoutingStats] = []
@@ -272,17 +250,17 @@ class Z2all(OpsModule):
             run: Callable[..., Any] = _run_blocks
             if self.recompute_group is not None and torch.is_grad_enabled():
                 run = functools.partial(self.recompute_group, _run_blocks)
-            x_BSD, statistics = run(group, x_BSD, rotary, masks, cache, dropout_seed_1)
+            x_BSD, statistics = run(group, x_BSD, rotary, masks, inputs)
             for layer, routed in zip(group, statistics, strict=True):
                 routings += _record_expert_load(layer, routed)
         return x_BSD, routings
 
     def attention_masks(
-        self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_1N: Tensor | None = None
+        self, length: int, doc_starts_BS: Tensor | None, cu_seqlens_MN: Tensor | None = None
     ) -> dict[int | None, Any]:
         """Attention masks by window: layers with the same window share one."""
         device = self.rotary_2SE.device
-        rows = MaskInputs(doc_starts_BS, length, None, device, cu_seqlens_1N)
+        rows = MaskInputs(doc_starts_BS, length, None, device, cu_seqlens_MN)
         masks = {window: self.ops.attention.mask_for(rows._replace(window=window)) for window in self._windows()}
         if self.training and self.config.attention_dropout:
             masks = {
@@ -329,15 +307,11 @@ class Z2all(OpsModule):
         return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
     def _mtp_losses(
-        self,
-        mtp: MTPModule,
-        x_BSD: Tensor,
-        targets_BS: Tensor,
-        rotary: Tensor,
-        masks: dict[int | None, Any],
-        doc_starts_BS: Tensor | None,
+        self, mtp: MTPModule, x_BSD: Tensor, inputs: ModelInputs, rotary: Tensor, masks: Masks
     ) -> tuple[Tensor, RoutingStats | None]:
         """Multi-token prediction losses [B, S], zero where it is not known or of another document."""
+        targets_BS, doc_starts_BS = inputs.targets_BS, inputs.doc_starts_BS
+        assert targets_BS is not None
         next_BSD = self.residual(self.embed_tokens(targets_BS.clamp(min=0)))
         mask = masks[self.config.layer_window(self.config.num_hidden_layers - 1)]
         after_BS = targets_BS.roll(-1, dims=1)
@@ -358,26 +332,21 @@ class Z2all(OpsModule):
 
 
 def _run_blocks(
-    blocks: Sequence[Block],
-    x_BSD: Tensor,
-    rotary: Tensor,
-    masks: Mapping[int | None, Any],
-    cache: KVCache | Branches | None,
-    dropout_seed_1: Tensor | int | None,
+    blocks: Sequence[Block], x_BSD: Tensor, rotary: Tensor, masks: Masks, inputs: ModelInputs
 ) -> tuple[Tensor, list[RoutingStats | None]]:
     """The residual stream, and the routing statistics of each block."""
     statistics = []
     for block in blocks:
-        _seed_dropout(dropout_seed_1, block.self_attn.layer)
-        x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), cache)
+        _seed_dropout(inputs, block.self_attn.layer)
+        x_BSD, routed = block(x_BSD, rotary, masks.get(block.window), inputs.cache)
         statistics.append(routed)
     return x_BSD, statistics
 
 
-def _seed_dropout(seed_1: Tensor | int | None, layer: int) -> None:
+def _seed_dropout(inputs: ModelInputs, layer: int) -> None:
     """Before each layer, so that a pipeline stage draws what the full model would."""
-    if seed_1 is not None:
-        torch.manual_seed(derive_seed(int(seed_1), layer))
+    if inputs.dropout_seeds_M is not None:
+        torch.manual_seed(derive_seed(int(inputs.dropout_seeds_M), layer))
 
 
 def derive_seed(*parts: int) -> int:

@@ -11,43 +11,31 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from zero2all.model import Z2all
-from zero2all.model.cost.activations import is_offloaded
-from zero2all.parallel.activation_offload import ActivationOffload, copies_for
-from zero2all.recipe import ModelConfig, ParallelRecipe
-from zero2all.torch_private import (
+from zero2all.base.torch_private import (
     RecomputeMode,
     SaveMode,
     is_compiling,
     redirect_higher_order_ops,
     set_activation_memory_budget,
 )
+from zero2all.model import Z2all
+from zero2all.model.cost.activations import is_offloaded
+from zero2all.parallel.activation_offload import ActivationOffload, copies_for
+from zero2all.recipe import ModelConfig, ParallelRecipe
 
 # By name, since most of these are there only if a package is, and only after it was imported.
 SAVED_OPS = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_scaled_mm",
-    "aten::_grouped_mm",
-    "aten::_scaled_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+    "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_attention_math",
-    "zero2all::document_attention",
-    "zero2all::ring_attention",
-    "zero2all::expert_product",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-    "flash_attn_3::fwd",
-    "torch_attn::_varlen_attn",
+    "zero2all::document_attention", "zero2all::ring_attention", "zero2all::expert_product",
+    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::fwd", "torch_attn::_varlen_attn",
     # Repeating the collective costs more than the memory of its result.
-    "_c10d_functional::all_to_all_single",
-    "_c10d_functional::reduce_scatter_tensor",
-}
+    "_c10d_functional::all_to_all_single", "_c10d_functional::reduce_scatter_tensor",
+}  # fmt: skip
 
 
 @functools.cache

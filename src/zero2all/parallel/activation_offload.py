@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.parallel.sharded_init import to_local
 
 MIN_BYTES = 2**20  # of a tensor that is offloaded: a copy of less costs more than it frees
@@ -48,7 +48,7 @@ class Copies(Protocol):
 class StreamCopies:
     """On a GPU: by a side stream, to and from pinned memory. The host waits for nothing.
 
-    All memory is that of the stream that computes, which waits for the copies before it frees or reads anything. So
+    All memory belongs to the stream that computes, which waits for the copies before it frees or reads anything. So
     the side stream is never more than a block behind or ahead of it in time, whatever the host has queued.
     """
 
@@ -120,7 +120,7 @@ class _SavedView(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     sharding: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None
-    """Of a DTensor."""
+    """The sharding of a DTensor."""
 
     @classmethod
     def of(cls, tensor: Tensor, local: Tensor, storage: _Storage) -> _SavedView:
@@ -210,7 +210,7 @@ class ActivationOffload:
         self._last: _BlockPass | None = None
         self._copying: _BlockPass | None = None  # whose tensors are on the device until the next block is done
 
-    def wrap(self, block: nn.Module, is_first: bool) -> None:
+    def wrap(self, block: nn.Module, *, is_first: bool) -> None:
         """The forward of a block, not the block: parameter names stay."""
         block.forward = functools.partial(self._run, block, block.forward, is_first)
 

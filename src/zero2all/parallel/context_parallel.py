@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero2all.base.torch_private import all_gather_autograd, all_to_all_autograd
 from zero2all.model import Z2all
 from zero2all.model.blocks import Attention
 from zero2all.model.ops.attention import AttentionBackend, MaskInputs, SdpaMask, attend_sdpa, sdpa_mask
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.parallel.ring_attention import ring_attention
 from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import all_gather_autograd, all_to_all_autograd
 
 GatheredMask = tuple[tuple[SdpaMask, int], ...]
 """What a rank's front and back chunk see of all keys, and where the keys of each end."""
@@ -90,7 +90,7 @@ class ContextParallel:
         return AttentionBackend(self._chunk_mask, self._attend_chunks)
 
     def _chunk_mask(self, rows: MaskInputs) -> GatheredMask | MaskInputs:
-        """``length`` is that of this rank's positions, documents are given for whole rows. A ring needs no more."""
+        """``length`` counts this rank's positions, documents are given for whole rows. A ring needs no more."""
         doc_starts_BS, length, window, device, cu_seqlens = rows
         if doc_starts_BS is not None and cu_seqlens is None and device.type == "cuda":
             cu_seqlens = document_cu_seqlens(doc_starts_BS)

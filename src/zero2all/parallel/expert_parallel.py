@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from zero2all.base.torch_private import all_to_all_autograd
 from zero2all.model import Z2all
 from zero2all.model.moe import GroupedExperts
-from zero2all.torch_private import all_to_all_autograd
 
 
 def expert_modules(model: nn.Module) -> list[GroupedExperts]:

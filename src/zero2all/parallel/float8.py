@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zero2all.errors import UsageError, need
+from zero2all.base.errors import UsageError, need
+from zero2all.base.torch_private import emulate_precision_casts
 from zero2all.recipe.training import Float8Scaling
-from zero2all.torch_private import emulate_precision_casts
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; H100 has 9.0
 ALIGNMENT = 16  # elements: what the kernels require of both dimensions of a matrix
 
 
-def check_float8(device: torch.device, dtype: torch.dtype, compile: bool) -> None:
+def check_float8(device: torch.device, dtype: torch.dtype, *, compile: bool) -> None:
     """Raise if float8 cannot work. A CPU emulates it, for tests: the same rounding, and slower than fp32."""
     if device.type == "cpu" and not compile:
         return

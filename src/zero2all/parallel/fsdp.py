@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.model import Z2all
 from zero2all.model.blocks import LMHead
 from zero2all.model.moe import Router
@@ -52,10 +52,10 @@ def apply_fsdp(
         # The backward of the last block begins at once.
         keeps = block is blocks[-1] and recipe.reshard_after_forward == "auto"
         block_options = {**options, "reshard_after_forward": False if keeps else frees}
-        if expert_fsdp_mesh is not None:
-            _shard_experts(block, expert_fsdp_mesh, block_options)
-        _shard_routers(block, mesh, block_options)
+        _shard_parts(block, mesh, expert_fsdp_mesh, block_options)
         fully_shard(block, mesh=mesh, **block_options)
+    if model.mtp is not None:  # the block itself stays with the root
+        _shard_parts(model.mtp, mesh, expert_fsdp_mesh, {**options, "reshard_after_forward": frees})
     first, last = separate_ends(model)
     if first:
         fully_shard(first, mesh=mesh, **options, reshard_after_forward=frees)
@@ -80,10 +80,10 @@ def apply_fsdp(
 def read_dropout_seed(
     root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before FSDP's own hook, which moves every tensor to the GPU: reading it there, in each layer, would be a host
-    sync."""
-    seed = kwargs.get("dropout_seed_1")
-    return args, kwargs if seed is None else {**kwargs, "dropout_seed_1": int(seed)}
+    """Read the seed of a pipeline stage before FSDP's own hook, which moves every tensor argument to the GPU: reading
+    it there, in each layer, would be a host sync. Without a pipeline it is inside ``ModelInputs``, which stays."""
+    seed = kwargs.get("dropout_seeds_M")
+    return args, kwargs if seed is None else {**kwargs, "dropout_seeds_M": int(seed)}
 
 
 def separate_ends(model: Z2all) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -131,6 +131,15 @@ def reshard_after_forward(recipe: ParallelRecipe) -> bool | int:
     return recipe.reshard_after_forward == "always"
 
 
+def _shard_parts(
+    block: nn.Module, mesh: DeviceMesh, expert_fsdp_mesh: DeviceMesh | None, options: dict[str, Any]
+) -> None:
+    """The parts of a block that gather their weights for themselves."""
+    if expert_fsdp_mesh is not None:
+        _shard_experts(block, expert_fsdp_mesh, options)
+    _shard_routers(block, mesh, options)
+
+
 def _shard_experts(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     shards = mesh.size(mesh.ndim - 1)
     for experts in expert_modules(block):
@@ -146,7 +155,7 @@ def _shard_experts(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) 
 
 def _shard_routers(block: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """Routers gather their weight for themselves, in fp32: a group has one type, and rounded scores choose other
-    experts than those of one process."""
+    experts than one process does."""
     full_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     for part in block.modules():
         if isinstance(part, Router) and options["mp_policy"].param_dtype is not None:

@@ -10,8 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
-from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import (
+from zero2all.base.torch_private import (
     fsdp_param_groups,
     has_gradient,
     set_reduce_dtype,
@@ -20,6 +19,7 @@ from zero2all.torch_private import (
     stage_backward_weight,
     unsharded_numel,
 )
+from zero2all.recipe import ParallelRecipe
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 FP32_BYTES = 4
@@ -43,15 +43,15 @@ def gradient_itemsize(recipe: ParallelRecipe) -> int:
 
 
 def reduce_itemsizes(recipe: ParallelRecipe, micro_batches: int, replicas: int) -> list[int]:
-    """Of each reduce-scatter of a parameter in a step. Shards that are added up until replicas are all-reduced stay in
-    fp32: see ``set_gradient_sync``."""
+    """Bytes of a number in each reduce-scatter of a parameter in a step. Shards that are added up until replicas are
+    all-reduced stay in fp32: see ``set_gradient_sync``."""
     last = gradient_itemsize(recipe)
     earlier = micro_batches - 1 if recipe.reduces_every_micro_batch else 0
     return [FP32_BYTES if replicas > 1 else last] * earlier + [last]
 
 
 def fsdp_gradient_bytes(roots: Iterable[Any], recipe: ParallelRecipe, micro_batches: int) -> float:
-    """Of the FSDP2 modules of this rank."""
+    """Bytes that this rank sends for the gradients of its FSDP2 modules."""
     total = 0.0
     for group in (group for root in roots for group in fsdp_param_groups(root)):
         numel = sum(unsharded_numel(parameter) for parameter in group.fsdp_params if has_gradient(parameter))
@@ -63,7 +63,7 @@ def fsdp_gradient_bytes(roots: Iterable[Any], recipe: ParallelRecipe, micro_batc
     return total
 
 
-def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, replicas: int, is_last: bool) -> None:
+def set_gradient_sync(module: FSDPModule, recipe: ParallelRecipe, replicas: int, *, is_last: bool) -> None:
     """Between forward and backward of a micro-batch: reduce its gradient, or keep it unsharded until the last one.
 
     Reduce-scattered gradients are accumulated in fp32 shards. Replicas (HSDP) are all-reduced once, with the last.
@@ -91,7 +91,7 @@ def pipeline_stage_class(recipe: ParallelRecipe, replicas: int) -> Any:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(False)
-            set_gradient_sync(module, recipe, replicas, last_backward)
+            set_gradient_sync(module, recipe, replicas, is_last=last_backward)
             if backward_type == "weight":
                 return self._weight_gradients(bwd_kwargs["param_groups"]), None
             outputs = (bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
@@ -111,6 +111,7 @@ def pipeline_stage_class(recipe: ParallelRecipe, replicas: int) -> Any:
                 get_gradient_edge(parameter.unsharded_param).node: number
                 for number, group in enumerate(groups)
                 for parameter in group.fsdp_params
+                if parameter.unsharded_param.requires_grad  # with LoRA most weights are frozen
             }
             by_group: dict[int, list[dict[str, Any]]] = {}
             for family in families:

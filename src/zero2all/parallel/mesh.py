@@ -10,12 +10,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zero2all.environment import collective_backend
-from zero2all.errors import UsageError
+from zero2all.base.environment import collective_backend
+from zero2all.base.errors import UsageError
+from zero2all.base.torch_private import HashStore, Store, TCPStore, concatenate_meshes, flatten_mesh
 from zero2all.recipe import ParallelRecipe, ResolvedStage
-from zero2all.torch_private import HashStore, Store, TCPStore, concatenate_meshes, flatten_mesh
 
 # Longer than the launcher's hang detection, which explains what it sees.
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -93,7 +94,7 @@ class ParallelMesh:
     >>> first, last = mesh.sample_range(batch_samples=16)
     """
 
-    def __init__(self, dims: ParallelDims, device: torch.device, has_group: bool = False) -> None:
+    def __init__(self, dims: ParallelDims, device: torch.device, *, has_group: bool = False) -> None:
         """Every rank of a process group builds the same mesh; one process needs no group, except for FSDP: then it
         says that it has one."""
         self.dims, self.device = dims, device
@@ -139,7 +140,7 @@ class ParallelMesh:
                 device_id=device if backend.endswith("nccl") else None,
             )
             owns_group = True
-        mesh = cls(dims, device, needs_group)
+        mesh = cls(dims, device, has_group=needs_group)
         mesh._owns_group = owns_group
         return mesh
 
@@ -193,6 +194,13 @@ class ParallelMesh:
     def sample_range(self, batch_samples: int) -> tuple[int, int]:
         """The slice [first, last) of a batch's samples that this rank reads; tp, cp and pp ranks read the same."""
         return shard_range(batch_samples, self.dp_rank, self.dims.dp)
+
+    def sum_over_ranks(self, own: Tensor) -> Tensor:
+        """The sum, on the CPU, of what each rank counted for itself."""
+        if self.dims.world_size > 1:
+            own = own.to(self.device, copy=True)
+            dist.all_reduce(own)
+        return own.cpu()
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""
@@ -255,7 +263,7 @@ def split_stage(stage: ResolvedStage, parallel: ParallelRecipe, parallel_dims: P
 
 
 def tcp_store_from_env(timeout: timedelta) -> Store | None:
-    """Of the ranks that ``z2a launch`` started: the first one holds it. None elsewhere: torch knows what torchrun set.
+    """The store of the ranks of ``z2a launch``: the first one holds it. None elsewhere: torch knows what torchrun set.
 
     torch binds every interface. What ranks send each other may be pickled, and this store gives them their peers.
     """

@@ -31,7 +31,7 @@ from zero2all.recipe.training import Float8Scaling
 
 
 @dataclass(frozen=True)
-class LocalModel:
+class ModelShard:
     """What one rank holds, on the meta device."""
 
     model_parts: list[Z2all]
@@ -51,7 +51,7 @@ def parallelize(
     dtype: torch.dtype,
     float8: Float8Scaling | None = None,
     weight_dtype: torch.dtype = torch.float32,
-) -> LocalModel:
+) -> ModelShard:
     """Pipeline stages first, then tensor and expert parallelism, float8, activation checkpointing, then FSDP around
     all."""
     dims = mesh.dims
@@ -62,7 +62,8 @@ def parallelize(
         else:
             split = split_layers(layer_costs(config), dims.pp * recipe.stages_per_rank)
             model_parts = [
-                build_stage_module(config, split[index], index == 0, index == len(split) - 1) for index in stage_indices
+                build_stage_module(config, split[index], first=index == 0, last=index == len(split) - 1)
+                for index in stage_indices
             ]
         for part in model_parts:
             set_weight_dtype(part, weight_dtype)
@@ -81,11 +82,11 @@ def parallelize(
         roots: list[nn.Module] = list(stages or model_parts)
         for root, part in zip(roots, model_parts, strict=True):
             apply_fsdp(root, part, mesh.fsdp_mesh(), expert_fsdp_mesh, recipe, dtype)
-    return LocalModel(model_parts, stages, stage_indices, uses_fsdp)
+    return ModelShard(model_parts, stages, stage_indices, uses_fsdp)
 
 
 def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: ParallelMesh, dtype: torch.dtype) -> Z2all:
-    """Each rank reads its own shards. ``dtype`` is that of weights and computation; ``recipe`` has no pipeline.
+    """Each rank reads its own shards. Weights and computation are in ``dtype``; ``recipe`` has no pipeline.
 
     >>> teacher = load_frozen_model(weights, recipe.parallel, mesh, torch.bfloat16)
     """
@@ -104,7 +105,7 @@ def load_frozen_model(reader: WeightReader, recipe: ParallelRecipe, mesh: Parall
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """FSDP keeps those of the last block and the head for a backward pass, which may never come."""
+    """FSDP keeps the last block and the head gathered for a backward pass, which may never come."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero2all.errors import UsageError
-from zero2all.model import Z2all
+from zero2all.base.errors import UsageError
+from zero2all.model import ModelInputs, Z2all
 from zero2all.parallel.gradient_sync import pipeline_stage_class
 from zero2all.parallel.mesh import ParallelMesh
 from zero2all.recipe import ModelConfig, ParallelRecipe
@@ -49,6 +49,13 @@ class StageInput(nn.Module):
         return stream
 
 
+class StageOutput(nn.Module):
+    """Replaces the head on earlier stages: the residual stream goes to the next stage as it is."""
+
+    def forward(self, x_BSD: Tensor, **wanted: Any) -> Tensor:
+        return x_BSD
+
+
 class StageWrapper(nn.Module):
     """What a schedule runs: the residual stream in (tokens at the first stage), stream or losses out.
 
@@ -59,12 +66,13 @@ class StageWrapper(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, stream: Tensor, targets_BS: Tensor | None, **inputs: Any) -> Tensor:
+    def forward(self, stream: Tensor, **inputs: Any) -> Tensor:
+        """``inputs`` are the fields of ``ModelInputs``: a schedule divides keyword arguments, not records."""
         if isinstance(self.model.embed_tokens, StageInput):
             self.model.embed_tokens.stream = stream
-        if not isinstance(self.model.lm_head, nn.Identity):
-            inputs["targets_BS"] = targets_BS
-        out: Tensor = self.model(**inputs)
+        if isinstance(self.model.lm_head, StageOutput):
+            inputs["targets_BS"] = None
+        out: Tensor = self.model(ModelInputs(**inputs))
         return out
 
 
@@ -126,7 +134,19 @@ def micro_batches_in_flight(recipe: ParallelRecipe, pp_rank: int, micro_batches:
     return min(stage_passes, turns * micro_batches) / turns
 
 
-def build_stage_module(config: ModelConfig, layers: range, first: bool, last: bool) -> Z2all:
+def broadcast_from_head(message: Tensor, recipe: ParallelRecipe, mesh: ParallelMesh) -> None:
+    """Among the ranks that read the same samples: what the first one with the last pipeline stage has.
+
+    One dimension of the mesh after the other: a group over several of them would be one more.
+    """
+    stages = recipe.pp * recipe.stages_per_rank
+    has_last = [stages - 1 in stage_indices_of_rank(recipe, rank) for rank in range(recipe.pp)]
+    for dimension, source in (("pp", has_last.index(True)), ("cp", 0), ("tp", 0)):
+        if getattr(mesh.dims, dimension) > 1:
+            dist.broadcast(message, group=mesh.get_mesh(dimension).get_group(), group_src=source)
+
+
+def build_stage_module(config: ModelConfig, layers: range, *, first: bool, last: bool) -> Z2all:
     """The model with only some layers, under their own names; without embedding or head unless at an end."""
     model = Z2all(config)
     for number in range(config.num_hidden_layers):
@@ -136,7 +156,7 @@ def build_stage_module(config: ModelConfig, layers: range, first: bool, last: bo
         model.embed_tokens = StageInput()  # type: ignore[assignment]
     if not last:
         model.norm = nn.Identity()  # type: ignore[assignment]
-        model.lm_head = nn.Identity()  # type: ignore[assignment]
+        model.lm_head = StageOutput()  # type: ignore[assignment]
     return model
 
 
@@ -150,7 +170,7 @@ def merge_stages(config: ModelConfig, model_parts: Sequence[Z2all]) -> Z2all:
             merged.layers.add_module(name, block)
         if not isinstance(part.embed_tokens, StageInput):
             merged.embed_tokens = part.embed_tokens
-        if not isinstance(part.lm_head, nn.Identity):
+        if not isinstance(part.lm_head, StageOutput):
             merged.norm, merged.lm_head = part.norm, part.lm_head
     return merged
 
@@ -172,7 +192,7 @@ class Pipeline:
 
     def run(
         self,
-        inputs: dict[str, Tensor],
+        inputs: ModelInputs,
         n_microbatches: int,
         divisor: float | None,
         stream: Tensor,
@@ -183,7 +203,8 @@ class Pipeline:
         ``stream`` has the shape and type of what passes between stages for one micro-batch; its content is not read.
         """
         self.divisor, self.objective = divisor or 1.0, objective
-        tokens_BS, targets_BS = inputs["tokens_BS"], inputs["targets_BS"]
+        tokens_BS, targets_BS = inputs.tokens_BS, inputs.targets_BS
+        assert targets_BS is not None
         key, trains = (n_microbatches, stream.shape, stream.dtype, targets_BS.shape), divisor is not None
         if self._schedules.get(trains, (None,))[0] != key:
             self._schedules.pop(trains, None)  # before the new one, or both would be in memory
@@ -192,22 +213,23 @@ class Pipeline:
         rows = torch.arange(len(targets_BS), device=targets_BS.device) if self.has_last_stage else None
         schedule = self._schedules[trains][1]
         run = schedule.step if trains else schedule.eval
-        losses: Tensor | None = run(*given, target=rows, **inputs)
+        seeds = {} if inputs.dropout_seeds_M is None else {"dropout_seeds_M": inputs.dropout_seeds_M}
+        losses: Tensor | None = run(*given, target=rows, **inputs.batch_tensors(), **seeds)
         return losses
 
-    def generate_logits(self, inputs: dict[str, Any], stream: Tensor) -> Tensor | None:
+    def generate_logits(self, inputs: ModelInputs, stream: Tensor) -> Tensor | None:
         """The forward pass of one batch with a KV cache, stage by stage; returns the logits on the last stage.
 
-        ``inputs`` are those of the model, ``stream`` as in ``run``.
+        ``stream`` is as in ``run``.
         """
         group = self.mesh.get_mesh("pp").get_group()
         ranks = {stage: rank for rank in range(self.recipe.pp) for stage in stage_indices_of_rank(self.recipe, rank)}
-        own, out = group.rank(), inputs["tokens_BS"]
+        own, out = group.rank(), inputs.tokens_BS
         for stage, number in sorted(zip(self.stages, self.stage_indices, strict=True), key=itemgetter(1)):
             if number > 0 and ranks[number - 1] != own:
                 out = torch.empty_like(stream, device=self.mesh.device)
                 dist.recv(out, group=group, group_src=ranks[number - 1])
-            out = stage(out, None, **inputs)
+            out = stage(out, **vars(inputs))
             if number < self.num_stages - 1 and ranks[number + 1] != own:
                 dist.send(out.contiguous(), group=group, group_dst=ranks[number + 1])
         return out if self.has_last_stage else None

@@ -16,6 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from zero2all.base.torch_private import (
+    flash_attention_cpu,
+    flash_attention_cpu_backward,
+    process_group_by_name,
+    varlen_backward,
+    varlen_forward,
+)
 from zero2all.model.ops.document_attention import merge_attention, segments
 from zero2all.model.ops.varlen import (
     VarlenSequences,
@@ -25,13 +32,6 @@ from zero2all.model.ops.varlen import (
     own_chunk_sequences,
     row_sequences,
     unflatten_rows,
-)
-from zero2all.torch_private import (
-    flash_attention_cpu,
-    flash_attention_cpu_backward,
-    process_group_by_name,
-    varlen_backward,
-    varlen_forward,
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -57,7 +57,7 @@ class PairKernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pair: ChunkPair
     ) -> Gradients:
-        """Of queries, keys and values, given output and log-sum-exp over all keys."""
+        """Gradients of queries, keys and values, given output and log-sum-exp over all keys."""
 
 
 class DocumentChunks:
@@ -175,7 +175,9 @@ class VarlenPairs:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pair: ChunkPair) -> tuple[Tensor, Tensor]:
         q_NHE, k_NKE, v_NKE = map(flatten_rows, (q, k, v))
-        out, lse = varlen_forward(q_NHE, k_NKE, v_NKE, self._sequences(len(q), pair, q.device), pair.is_diagonal)
+        out, lse = varlen_forward(
+            q_NHE, k_NKE, v_NKE, self._sequences(len(q), pair, q.device), is_causal=pair.is_diagonal
+        )
         lse = lse.view(len(lse), len(q), -1).transpose(0, 1)
         if self._documents.doc_starts_BS is not None and not pair.is_diagonal:
             places = torch.arange(q.shape[2], device=q.device)
@@ -188,7 +190,7 @@ class VarlenPairs:
     ) -> Gradients:
         flat = [flatten_rows(x).contiguous() for x in (grad, q, k, v, out)]
         lse = lse.transpose(0, 1).flatten(1).contiguous()
-        found = varlen_backward(flat, lse, self._sequences(len(q), pair, q.device), pair.is_diagonal)
+        found = varlen_backward(flat, lse, self._sequences(len(q), pair, q.device), is_causal=pair.is_diagonal)
         in_q, in_k, in_v = (unflatten_rows(x, len(q)) for x in found)
         return in_q, in_k, in_v
 
@@ -283,9 +285,16 @@ def _(
 
 @torch.library.custom_op("zero2all::ring_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, doc_starts_BS: Tensor | None,
-    cu_seqlens: Tensor | None, group_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    doc_starts_BS: Tensor | None,
+    cu_seqlens: Tensor | None,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     ring, length = Ring(process_group_by_name(group_name)), q.shape[2] // 2
     kernel = pair_kernel(q, DocumentChunks(doc_starts_BS, cu_seqlens, length))
     own = [torch.split(x, length, dim=2) for x in (grad, q, out, lse)]
@@ -314,9 +323,16 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, doc_starts_BS: Tensor | None,
-    cu_seqlens: Tensor | None, group_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    doc_starts_BS: Tensor | None,
+    cu_seqlens: Tensor | None,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     in_q, in_k, in_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return in_q, in_k, in_v
 
@@ -355,6 +371,6 @@ def ring_attention(
     cu_seqlens: Tensor | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """[B, H, S, E] of this rank's two chunks over those of all ranks; documents are given for whole rows."""
+    """[B, H, S, E] of this rank's two chunks over all ranks' chunks; documents are given for whole rows."""
     out: Tensor = _forward(q_BHSE, k_BKSE, v_BKSE, doc_starts_BS, cu_seqlens, group.group_name)[0]
     return out

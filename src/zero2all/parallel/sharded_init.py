@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from zero2all.base.torch_private import local_shape_and_offset
 from zero2all.model.weights import whole_tensor
-from zero2all.torch_private import local_shape_and_offset
 
 
 class ShardedInitMode(TorchFunctionMode):

@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from zero2all.base.torch_private import TorchDispatchMode
 from zero2all.model.ops.chunked_loss import chunked_forward_backward
 from zero2all.parallel.sharded_init import to_local
-from zero2all.torch_private import TorchDispatchMode
 
 
 @dataclass(eq=False)

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.torch_private import enable_micro_pipeline_tp, foreach_copy_
 from zero2all.model import IGNORE_INDEX, Z2all
 from zero2all.model.blocks import LMHead, RMSNorm
 from zero2all.model.ops.cross_entropy import CrossEntropy, HeadConfig, Logits, compute_logits
 from zero2all.model.ops.norm import Norm
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import ParallelRecipe
-from zero2all.torch_private import enable_micro_pipeline_tp, foreach_copy_
 
 
 def apply_tp(model: Z2all, mesh: DeviceMesh, recipe: ParallelRecipe) -> None:
@@ -118,7 +118,7 @@ def _local_norm(norm: Norm) -> Norm:
 def norms_in_parts(model: nn.Module, recipe: ParallelRecipe) -> list[Tensor]:
     """The weights of norms that see a part of their input on each tp rank.
 
-    The norms of queries and keys see a rank's heads, those of the stream its positions or all of them.
+    The norms of queries and keys see a rank's heads, norms of the stream its positions or all of them.
     """
     return [
         module.weight
@@ -128,7 +128,7 @@ def norms_in_parts(model: nn.Module, recipe: ParallelRecipe) -> list[Tensor]:
 
 
 def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | None], mesh: DeviceMesh) -> None:
-    """Sum the gradients of ``norms_in_parts`` over the tp ranks, and add those of earlier batches. One all-reduce.
+    """Sum the gradients of ``norms_in_parts`` over the tp ranks, and add the ``earlier`` ones. One all-reduce.
 
     As partial placements they would be reduced one by one, by FSDP even in every micro-batch. A sum over the data
     parallel ranks and one over the tp ranks can be taken in any order, so this one waits for all of them.
@@ -147,7 +147,7 @@ def reduce_norm_gradients(weights: Sequence[Tensor], earlier: Sequence[Tensor | 
             weight.grad += before
 
 
-def enable_async_tp(mesh: DeviceMesh, device: torch.device, compile: bool) -> None:
+def enable_async_tp(mesh: DeviceMesh, device: torch.device, *, compile: bool) -> None:
     """Let the compiler split the matrix products around all-gathers and reduce-scatters, so that the two overlap."""
     if device.type != "cuda" or not compile:
         missing = "a GPU with CUDA" if device.type != "cuda" else "torch.compile"
@@ -203,7 +203,7 @@ def _vocab_parallel_loss(mesh: DeviceMesh) -> CrossEntropy:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """All-reduce. Every rank continues with the same sum, so its gradient is that of every summand."""
+    """All-reduce. Every rank continues with the same sum, so every summand gets its gradient."""
 
     @staticmethod
     def forward(context: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from zero2all.errors import UsageError, Z2aError
-from zero2all.gpu_specs import Gpu, find_gpu, lookup_gpu
-from zero2all.hardware import device_name, hardware_key
-from zero2all.paths import config_directory
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.machine.devices import device_name, hardware_key
+from zero2all.base.machine.gpu_specs import Gpu, find_gpu, lookup_gpu
+from zero2all.base.paths import config_directory
+from zero2all.base.records import decode_json, parse_record
 from zero2all.planner.cluster import LINK_EFFICIENCY, Cluster
 from zero2all.planner.plan import plan_run
 from zero2all.planner.step_time import MEMORY_EFFICIENCY
 from zero2all.recipe import Recipe
-from zero2all.records import decode_json, parse_record
 
 MAX_ENTRY_BYTES = 1 << 16
 MEASURED_LINK, UNKNOWN_LINK = "measured", "not measured"
@@ -34,7 +34,7 @@ class MachineMeasurements:
     product_flops: dict[int, float]
     """FLOPs per second of square matrix products, by size."""
     step_seconds: float
-    """Of a training step of the reference recipe, the fastest of a few."""
+    """The time of a training step of the reference recipe, the fastest of a few."""
     memory: int
     memory_bandwidth: float
     """Bytes per second, read and written."""
@@ -92,7 +92,7 @@ def machine_entry(device: torch.device) -> Gpu | None:
     return lookup_gpu(device_name(device)) if device.type == "cuda" else None
 
 
-def check_links(entry: Gpu, cluster: Cluster, has_network: bool) -> None:
+def check_links(entry: Gpu, cluster: Cluster, *, has_network: bool) -> None:
     """A calibrated entry knows no network, and of a single GPU no link."""
     if entry.link == UNKNOWN_LINK and cluster.gpus > 1:
         raise UsageError(f"{entry.name} was measured with a single GPU, so the link to others is unknown: use --gpus 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zero2all.gpu_specs import Gpu
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.parallel.gradient_sync import Collective, sent_bytes
 
 LINK_EFFICIENCY = 0.8  # of the nominal bandwidth: what NCCL's tests report for large messages
@@ -34,21 +34,23 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 
-    def group(self, size: int, stride: int) -> RankGroup:
+    def group(self, size: int, stride: int) -> CommunicationGroup:
         """``size`` ranks, each ``stride`` after the one before, as a dimension of the mesh has them."""
         in_node = size if size * stride <= self.gpus_per_node else max(1, self.gpus_per_node // stride)
         link = self.gpu.link_bandwidth
         if in_node == size:
             bandwidth = link * LINK_EFFICIENCY
-            return RankGroup(size, self.gpu.link, bandwidth, NODE_LATENCY, size, bandwidth)
+            return CommunicationGroup(size, self.gpu.link, bandwidth, NODE_LATENCY, size, bandwidth)
         # Every GPU of the group in a node has a network card of its own, and NCCL uses all of them.
         network = min(link, in_node * self.network_bandwidth)
         card = min(link, self.network_bandwidth)
-        return RankGroup(size, "network", network * LINK_EFFICIENCY, NETWORK_LATENCY, in_node, card * LINK_EFFICIENCY)
+        return CommunicationGroup(
+            size, "network", network * LINK_EFFICIENCY, NETWORK_LATENCY, in_node, card * LINK_EFFICIENCY
+        )
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class CommunicationGroup:
     """Ranks that communicate, and the slowest link between them."""
 
     size: int

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero2all.errors import UsageError
-from zero2all.gpu_specs import Gpu
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.model.cost.describe import with_precision_of
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.rank_plan import MemoryPlan, RankLayers, plan_layers, plan_recipe_memory
-from zero2all.planner.run_cost import (
-    TOKENS_PER_PARAMETER,
-    InferenceCost,
-    Pauses,
-    RunCost,
-    inference_cost,
-    run_cost,
-)
-from zero2all.planner.step_time import FORWARD_AND_BACKWARD, StepTime, plan_step
+from zero2all.planner.run_cost import TOKENS_PER_PARAMETER, InferenceCost, Pauses, RunCost, inference_cost, run_cost
+from zero2all.planner.step_time import FORWARD_AND_BACKWARD, PlannedStepTime, plan_step
 from zero2all.planner.sync_plan import SyncPlan, plan_sync
 from zero2all.planner.workload import Layout, Workload, largest_stage, zero_stage
 from zero2all.recipe import Recipe
@@ -29,18 +22,18 @@ class Speed:
     """At the expected step time. Utilisations are against the bf16 peak of the data sheet."""
 
     tokens_per_second: float
-    """Of all GPUs."""
+    """The rate of all GPUs together."""
     tflops: float
-    """Of a GPU, by zero2all's count: matrix products, every pair of attention."""
+    """TFLOPS of a GPU, by zero2all's count: matrix products, every pair of attention."""
     mfu: float
     mfu_by_format: float
-    """MFU against the peak of each product's own format: with float8 those of the projections have another peak."""
+    """MFU against the peak of each product's own format: with float8 the projections have another peak."""
     hfu: float
     palm_tflops: float
-    """By 6N + 12LHQT, with all parameters."""
+    """TFLOPS by 6N + 12LHQT, with all parameters."""
     palm_mfu: float
     bloom_tflops: float
-    """By BLOOM's formula: 6 or, with activation checkpointing, 8 for each parameter."""
+    """TFLOPS by BLOOM's formula: 6 or, with activation checkpointing, 8 for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +63,22 @@ class ZeroPaper:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeVolume:
     """Bytes that GPUs send in a step."""
 
     sent: float
-    """By all of them."""
+    """Bytes that all GPUs send together."""
     replicas: int
     gradients: int
     """fp32 gradients of all replicas, what an all-reduce has to combine."""
 
     @classmethod
-    def of(cls, workload: Workload, step: StepTime, gpus: int, replicas: int) -> Exchanged:
+    def of(cls, workload: Workload, step: PlannedStepTime, gpus: int, replicas: int) -> ExchangeVolume:
         return cls(gpus * sum(one.bytes for one in step.traffic), replicas, 4 * replicas * workload.parts.total)
 
 
 @dataclass(frozen=True)
-class Plan:
+class CostPlan:
     recipe: str
     cluster: Cluster
     parameters: int
@@ -97,11 +90,11 @@ class Plan:
     fits: bool
     flops_per_token: int
     palm_flops_per_token: int
-    step: StepTime
+    step: PlannedStepTime
     speed: Speed
     run: RunCost
     inference: InferenceCost
-    traffic: Exchanged
+    traffic: ExchangeVolume
     sync: SyncPlan | None
     """Ways to synchronize its nodes; None on one node."""
 
@@ -112,8 +105,8 @@ def plan_run(
     tokens: int | None = None,
     price: float | None = None,
     pauses: Pauses | None = None,
-) -> Plan:
-    """Plan the stage that trains the most; memory is that of the stage that takes the most."""
+) -> CostPlan:
+    """Plan the stage that trains the most; memory is for the stage that takes the most."""
     recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
     workload, layout = Workload.of(recipe, stage), Layout.of(recipe, stage, cluster.gpus)
@@ -124,7 +117,7 @@ def plan_run(
         )
     memory = plan_recipe_memory(recipe, cluster.gpus)
     step, dims = plan_step(workload, layout, cluster), layout.dims
-    return Plan(
+    return CostPlan(
         recipe=recipe.name,
         cluster=cluster,
         parameters=workload.parts.total,
@@ -140,14 +133,14 @@ def plan_run(
         run=run_cost(
             workload, cluster, step.expected, tokens or _planned_tokens(recipe, workload), price, pauses or Pauses()
         ),
-        traffic=Exchanged.of(workload, step, cluster.gpus, dims.dp),
+        traffic=ExchangeVolume.of(workload, step, cluster.gpus, dims.dp),
         inference=inference_cost(workload, cluster),
         sync=plan_sync(recipe, stage, cluster),
     )
 
 
 def _planned_tokens(recipe: Recipe, workload: Workload) -> int:
-    """Of all stages; for a length in epochs, 20 tokens for each parameter."""
+    """Tokens of all stages; for a length in epochs, 20 tokens for each parameter."""
     total = 0.0
     for stage in recipe.train.resolved_stages():
         if stage.duration.unit == "epochs":
@@ -156,7 +149,7 @@ def _planned_tokens(recipe: Recipe, workload: Workload) -> int:
     return round(total)
 
 
-def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTime) -> Speed:
+def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: PlannedStepTime) -> Speed:
     rate = workload.batch_tokens / step.expected  # padding is no work done
     each, peak = rate / cluster.gpus, cluster.gpu.flops
     palm = workload.palm_flops
@@ -182,7 +175,7 @@ def speed_of(workload: Workload, layout: Layout, cluster: Cluster, step: StepTim
 
 
 def bloom_tflops(
-    billions: float, seq_len: int, batch_samples: int, seconds: float, gpus: int, recomputes: bool
+    billions: float, seq_len: int, batch_samples: int, seconds: float, gpus: int, *, recomputes: bool
 ) -> float:
     """TFLOP/s of a GPU: model size x 4 x 2 x tokens, with 3 in place of 4 without activation checkpointing.
 
@@ -193,7 +186,7 @@ def bloom_tflops(
 
 
 def _seconds_at_peak(workload: Workload, gpu: Gpu) -> float:
-    """Of one token on one GPU, if every product ran at the peak of its format."""
+    """The time of one token on one GPU, if every product ran at the peak of its format."""
     flops, usual = workload.flops, gpu.peak_flops(workload.precision) or gpu.flops
     projections = (gpu.peak_flops("fp8") if workload.float8 else None) or usual
     matrices = FORWARD_AND_BACKWARD * (flops.projections + flops.mlp)

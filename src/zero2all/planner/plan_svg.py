@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zero2all.charts.plot import Curve, Plot, colour, tint
-from zero2all.charts.svg import Bar, Span, bar_svg, gantt_svg, line_svg
+from zero2all.base.charts.plot import Curve, Plot, colour, tint
+from zero2all.base.charts.svg import Bar, GanttSpan, bar_svg, gantt_svg, line_svg
+from zero2all.base.units import show_bytes
 from zero2all.planner.pipeline import Timeline
-from zero2all.planner.plan import Plan
+from zero2all.planner.plan import CostPlan
 from zero2all.planner.plan_text import ridge_intensity
-from zero2all.units import show_bytes
 
 BACKWARD = 2
 FILLS = {
@@ -18,13 +18,13 @@ ROOF = 8  # the grey of the palette
 MAX_SPANS = 4000  # passes that are drawn: more would be thinner than a pixel
 
 
-def plan_svgs(plan: Plan, timeline: Timeline | None) -> dict[str, str]:
+def plan_svgs(plan: CostPlan, timeline: Timeline | None) -> dict[str, str]:
     """File name -> picture."""
     pictures = {"memory.svg": memory_svg(plan), "roofline.svg": roofline_svg(plan)}
     return pictures if timeline is None else {**pictures, "pipeline.svg": pipeline_svg(timeline, plan.step.bubble)}
 
 
-def memory_svg(plan: Plan) -> str:
+def memory_svg(plan: CostPlan) -> str:
     limit = plan.cluster.gpu.memory
     bars = [
         Bar(part.name, part.bytes, show_bytes(part.bytes), note=part.note)
@@ -37,17 +37,20 @@ def memory_svg(plan: Plan) -> str:
 
 def pipeline_svg(timeline: Timeline, bubble: float) -> str:
     spans = [
-        Span(
-            one.rank, one.start, one.end, FILLS[one.done.action],
+        GanttSpan(
+            one.rank,
+            one.start,
+            one.end,
+            FILLS[one.done.action],
             f"{one.done.action}, stage {one.done.stage}, micro-batch {one.done.micro_batch}",
         )
         for one in timeline.passes[:MAX_SPANS]
-    ]  # fmt: skip
+    ]
     title = f"Pipeline: the bubble is {bubble:.1%} of the busy time (blue forward, green backward)"
     return gantt_svg(title, [f"rank {rank}" for rank in range(timeline.ranks)], spans)
 
 
-def roofline_svg(plan: Plan) -> str:
+def roofline_svg(plan: CostPlan) -> str:
     """TFLOP/s over FLOPs a byte, both logarithmic; a part is where its work and its time put it."""
     gpu, ridge = plan.cluster.gpu, ridge_intensity(plan)
     parts = [part for part in plan.step.parts if part.flops]

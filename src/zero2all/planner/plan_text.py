@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero2all.charts.terminal import bar_text
+from zero2all.base.charts.terminal import bar_text
+from zero2all.base.units import show_bytes, show_count, show_seconds
 from zero2all.planner.pipeline import Timeline
-from zero2all.planner.plan import Plan
+from zero2all.planner.plan import CostPlan
 from zero2all.planner.rank_plan import HOST_MEMORY, STORED, MemoryPlan, RankLayers
 from zero2all.planner.run_cost import TRAINED_BYTES
 from zero2all.planner.search import SearchResult
 from zero2all.planner.step_time import ComputePart
 from zero2all.planner.sync_plan import FAST_ENOUGH, sync_lines
 from zero2all.track.step_text import show_rate
-from zero2all.units import show_bytes, show_count, show_seconds
 
 BAR = 30  # characters of a bar
 MAX_TIMELINE = 110
 MARKS = {"forward": "0123456789", "backward": "▒", "input gradient": "▒", "weight gradient": "░"}
 
 
-def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = (), layers: bool = False) -> str:
+def plan_text(plan: CostPlan, timeline: Timeline | None, changes: Sequence[str] = (), *, layers: bool = False) -> str:
     gpu, step, speed = plan.cluster.gpu, plan.step, plan.speed
     mesh = ", ".join(f"{name} {value}" for name, value in plan.layout.items() if name == "zero" or value not in (1, 0))
     lines = [
@@ -48,15 +48,13 @@ def plan_text(plan: Plan, timeline: Timeline | None, changes: Sequence[str] = ()
     return "\n".join(lines)
 
 
-def _plan_memory_lines(plan: Plan, changes: Sequence[str]) -> list[str]:
+def _plan_memory_lines(plan: CostPlan, changes: Sequence[str]) -> list[str]:
     verdict = "fits" if plan.fits else "does not fit"
     first, *rest = memory_lines(plan.memory, plan.cluster.gpu.memory, int(plan.layout["pp"]))
-    return [
-        f"{first}, {verdict}", *rest, *_pinned_lines(plan), *(f"  it fits with {change}" for change in changes)
-    ]  # fmt: skip
+    return [f"{first}, {verdict}", *rest, *_pinned_lines(plan), *(f"  it fits with {change}" for change in changes)]
 
 
-def _pinned_lines(plan: Plan) -> list[str]:
+def _pinned_lines(plan: CostPlan) -> list[str]:
     """Pinned memory is never paged out, so it is missing everywhere else on the node."""
     count = plan.cluster.gpus_per_node
     pinned, there = count * plan.memory.host, round(count * HOST_MEMORY)
@@ -81,7 +79,7 @@ def memory_lines(memory: MemoryPlan, limit: int | None, pp: int) -> list[str]:
     return lines + [f"  {name}: {show_bytes(size)}" for name, size in elsewhere.items() if size]
 
 
-def _zero_lines(plan: Plan) -> list[str]:
+def _zero_lines(plan: CostPlan) -> list[str]:
     """The count of the ZeRO paper beside ours, which has fp32 gradients and gathers weights in blocks."""
     paper, memory, parameters = plan.zero_paper, plan.memory, plan.parameters
     three = [show_bytes(size) for size in (paper.weights, paper.gradients, paper.optimizer)]
@@ -113,7 +111,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
 
 
-def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
+def _compute_lines(parts: Sequence[ComputePart], plan: CostPlan) -> list[str]:
     ridge = ridge_intensity(plan)
     lines = [
         f"computation of a rank in a step: {plan.step.compute:.3g} s (the roofline bends at {ridge:.0f} FLOPs a byte)"
@@ -126,12 +124,12 @@ def _compute_lines(parts: Sequence[ComputePart], plan: Plan) -> list[str]:
     return lines
 
 
-def ridge_intensity(plan: Plan) -> float:
+def ridge_intensity(plan: CostPlan) -> float:
     """FLOPs for each byte above which the GPU is limited by computation."""
     return plan.cluster.gpu.flops / plan.cluster.gpu.memory_bandwidth
 
 
-def _traffic_lines(plan: Plan) -> list[str]:
+def _traffic_lines(plan: CostPlan) -> list[str]:
     if not plan.step.traffic:
         return []
     sent = plan.traffic
@@ -160,7 +158,7 @@ def timeline_lines(timeline: Timeline, bubble: float) -> list[str]:
     return lines + [f"  rank {rank:<3} {''.join(row[:shown])}" for rank, row in enumerate(rows)]
 
 
-def _cost_lines(plan: Plan) -> list[str]:
+def _cost_lines(plan: CostPlan) -> list[str]:
     run, served = plan.run, plan.inference
     money = f", {run.money:,.0f} at {run.price:g} a GPU-hour" if run.money is not None else ""
     weights = ", ".join(f"{name} {show_bytes(size)}" for name, size in served.weights.items())

@@ -10,15 +10,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.errors import Z2aError
-from zero2all.generation.generate import BATCH_SIZE
-from zero2all.io import read_json
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json
+from zero2all.base.workspace import IDENTITY_FILE
 from zero2all.model.cost.model_size import count_parameters, kv_cache_bytes_per_token
 from zero2all.model.hf_weights import CONFIG, read_hf_config
+from zero2all.model.kv_cache import DECODE_ROWS
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ModelConfig
-from zero2all.workspace import IDENTITY_FILE
 
 TEACHER_BYTES = 2  # a parameter, in bf16
 TEACHER_TOKENS = 8192  # of a forward pass of the teacher
@@ -46,7 +46,7 @@ class TeacherPlan:
     """Bytes on a rank: sharded as the model is."""
     logits: int
     is_assumed: bool
-    """As large as the model, because the teacher is not here."""
+    """Whether the teacher is assumed to be as large as the model, because it is not here."""
 
 
 def plan_rollouts(workload: Workload, layout: Layout) -> Rollouts | None:
@@ -59,7 +59,7 @@ def plan_rollouts(workload: Workload, layout: Layout) -> Rollouts | None:
         return None
     dims = layout.dims
     answers = math.ceil(copies * workload.batch_tokens // workload.seq_len / (dims.dp_replicate * dims.dp_shard))
-    rows = min(BATCH_SIZE, answers)
+    rows = min(DECODE_ROWS, answers)
     a_token = kv_cache_bytes_per_token(workload.config, workload.itemsize) / (dims.tp * dims.pp)
     return Rollouts(answers, rows, workload.seq_len, length, round(rows * workload.seq_len * a_token))
 

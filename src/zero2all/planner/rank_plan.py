@@ -9,20 +9,25 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import computed_field
 
-from zero2all.model.cost.activations import ActivationShards, activation_bytes, dropout_score_bytes, loss_bytes
-from zero2all.model.cost.flops import Recompute
+from zero2all.base.units import show_bytes, show_count
+from zero2all.model.cost.activations import (
+    ActivationPolicy,
+    ActivationShards,
+    activation_bytes,
+    dropout_score_bytes,
+    loss_bytes,
+)
 from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel.fsdp import reshard_after_forward
 from zero2all.parallel.pipeline_parallel import micro_batches_in_flight, stage_indices_of_rank
 from zero2all.planner.post_training import plan_rollouts, plan_teacher
 from zero2all.planner.workload import GPU, Layout, Unit, Workload
 from zero2all.recipe import Recipe
-from zero2all.units import show_bytes, show_count
 
 CUDA_CONTEXT = round(0.92e9)  # torch 2.1 on A100 with all kernels loaded (CUDA_MODULE_LOADING=EAGER)
 LAZY_CONTEXT = round(0.47e9)  # the same with one kernel: CUDA_MODULE_LOADING=LAZY, the default, loads those that run
@@ -51,7 +56,7 @@ class MemoryPlan:
 
     pp_rank: int
     parts: list[MemoryPart]
-    """Those that are not 0."""
+    """The parts that are not 0."""
     host: int
     """In the memory of the host, for this rank."""
     files: int = 0
@@ -64,16 +69,16 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Of tensors alone."""
+        """The peak of tensors alone."""
         return sum(part.bytes for part in self.parts if part.name not in (CONTEXT, GROUPS, MARGIN))
 
     def bytes_of(self, *names: str) -> int:
-        """Of the parts whose name starts with one of these."""
+        """The sum of the parts whose name starts with one of these."""
         return sum(part.bytes for part in self.parts if part.name.startswith(names))
 
 
 def plan_memory(workload: Workload, layout: Layout, device: torch.device = GPU) -> MemoryPlan:
-    """Of the pipeline rank that holds the most."""
+    """Plan the pipeline rank that holds the most."""
     plans = (plan_rank_memory(workload, layout, rank, device) for rank in fullest_ranks(workload, layout))
     return max(plans, key=lambda plan: plan.total)
 
@@ -85,9 +90,9 @@ class RankLayers:
     pp_rank: int
     layers: list[int]
     parameters: int
-    """Of its pipeline stages, before tensor parallelism and FSDP shard them."""
+    """Parameters of its pipeline stages, before tensor parallelism and FSDP shard them."""
     on_rank: int
-    """Of these, on one rank."""
+    """The parameters that one rank has of these."""
     memory: int
 
 
@@ -111,7 +116,7 @@ def plan_layers(workload: Workload, layout: Layout) -> list[RankLayers]:
 
 
 def plan_recipe_memory(recipe: Recipe, gpus: int, device: torch.device = GPU) -> MemoryPlan:
-    """Of the training stage and the pipeline rank that take the most."""
+    """Plan the training stage and the pipeline rank that take the most."""
     plans = (
         plan_memory(Workload.of(recipe, stage, device), Layout.of(recipe, stage, gpus), device)
         for stage in recipe.train.resolved_stages()
@@ -201,7 +206,7 @@ def _objective_parts(workload: Workload, layout: Layout, parts: Sequence[MemoryP
 
 @dataclass(frozen=True)
 class _StateBytes:
-    """Of a pipeline rank, before data parallelism shards them."""
+    """Bytes of state of a pipeline rank, before data parallelism shards them."""
 
     weights: float
     gradients: float
@@ -236,7 +241,7 @@ class FsdpUnits:
         """
         if frees is False:
             return self.total
-        # A unit is copied out of the buffer of its all-gather while that of the unit before is still there. The last
+        # A unit is copied out of the buffer of its all-gather while the previous unit's is still there. The last
         # block stays gathered for its backward pass.
         units = [unit for unit in (self.first, *self.blocks, self.last) if unit]
         peak = max((before + 2 * unit for before, unit in itertools.pairwise([0, *units])), default=0)
@@ -246,7 +251,7 @@ class FsdpUnits:
 
     def gradient_buffers(self, itemsize: int) -> int:
         """Bytes of gradients on their way: one unit is reduce-scattered from a buffer in fp32 while backward computes
-        the gradient of the next. Those of the root wait for the end."""
+        the gradient of the next. The root's gradients wait for the end."""
         in_order = itertools.pairwise([self.last, *reversed(self.blocks), self.first, 0])
         moving = [FP32_BYTES * reduced + itemsize * max(reduced, computed) for reduced, computed in in_order]
         return max(max(moving) + itemsize * self.rest, (FP32_BYTES + itemsize) * self.rest)
@@ -278,8 +283,8 @@ def _state_bytes(
     )
 
 
-def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int, trained: bool = False) -> FsdpUnits:
-    """Of all weights, or of those with a gradient."""
+def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int, *, trained: bool = False) -> FsdpUnits:
+    """The units of all weights, or only of weights with a gradient."""
 
     def count(unit: Unit) -> int:
         return round((unit.trained if trained else unit.elements).on_rank(tp, ep))
@@ -296,14 +301,13 @@ def _fsdp_units(workload: Workload, stage: range, tp: int, ep: int, trained: boo
 def activation_parts(
     workload: Workload, layout: Layout, layers: tuple[int, ...], pp_rank: int, score_bytes: int = 0
 ) -> list[MemoryPart]:
-    """By part of the block: what is kept with it, less what is kept without it."""
+    """Activations by part of the block: what is kept with it, less what is kept without it."""
     in_flight = micro_batches_in_flight(layout.parallel, pp_rank, layout.batch.micro_batches)
     gathered_keys = layout.dims.cp if layout.parallel.cp_attention == "allgather" else 1
     shards = ActivationShards(layout.dims.tp, layout.parallel.sp, gathered_keys)
     budget = layout.parallel.activation_checkpointing == "budget"
     share = layout.micro_tokens * (layout.parallel.activation_budget if budget else 1.0)
-    every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
-    kept = _activations_per_token(workload, layout.recompute, layers, shards, every, offloads, score_bytes)
+    kept = _activations_per_token(workload, layers, shards, _activation_policy(layout, score_bytes))
     names = ("activations: feed-forward", "activations: attention", "activations: norms and residual stream")
     note = f"{in_flight:g} x {layout.micro_tokens:,} tokens in flight"
     return [
@@ -315,26 +319,24 @@ def activation_parts(
 def _recomputed_bytes(workload: Workload, layout: Layout, layers: tuple[int, ...], score_bytes: int) -> int:
     """Activations that are there only while backward recomputes a block."""
     shards = ActivationShards(layout.dims.tp, layout.parallel.sp)
-    every, offloads = layout.parallel.activation_checkpointing_every, layout.parallel.activation_offload
+    policy = _activation_policy(layout, score_bytes)
     once, kept = (
-        sum(
-            part
-            for _, part in _activations_per_token(workload, recompute, layers, shards, every, offloads, score_bytes)
-        )
-        for recompute in (layout.recompute, "none")
+        sum(part for _, part in _activations_per_token(workload, layers, shards, one))
+        for one in (policy, replace(policy, recompute="none"))
     )
     return max(0, round(layout.micro_tokens * (once - kept)))
 
 
+def _activation_policy(layout: Layout, score_bytes: int) -> ActivationPolicy:
+    parallel = layout.parallel
+    return ActivationPolicy(
+        layout.recompute, parallel.activation_checkpointing_every, parallel.activation_offload, score_bytes
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _activations_per_token(
-    workload: Workload,
-    recompute: Recompute,
-    layers: tuple[int, ...],
-    shards: ActivationShards,
-    every: int,
-    offloads: bool,
-    score_bytes: int,
+    workload: Workload, layers: tuple[int, ...], shards: ActivationShards, policy: ActivationPolicy
 ) -> list[tuple[float, float]]:
     """Bytes of a token for every micro-batch in flight, and once, by part."""
     full = workload.config
@@ -345,7 +347,7 @@ def _activations_per_token(
     for config in (full, without_mlp, without_mlp.model_copy(update=no_heads)):
         once, both = (
             activation_bytes(
-                config, _MANY, workload.half, recompute, layers, count, shards, every, offloads, score_bytes
+                config, _MANY, half=workload.half, policy=policy, layers=layers, micro_batches=count, shards=shards
             )
             for count in (0.0, 1.0)
         )
@@ -355,7 +357,7 @@ def _activations_per_token(
 
 
 def _logits(workload: Workload, layout: Layout, device: torch.device) -> int:
-    return loss_bytes(workload.config, layout.micro_tokens, workload.half, device, layout.dims.tp)
+    return loss_bytes(workload.config, layout.micro_tokens, half=workload.half, device=device, tp=layout.dims.tp)
 
 
 def _communication_buffers(workload: Workload, layout: Layout) -> int:

@@ -32,7 +32,7 @@ class Pauses:
 
 @dataclass(frozen=True)
 class FailureCost:
-    """Of a published rate of failures on these GPUs."""
+    """The cost of a published rate of failures on these GPUs."""
 
     rate: str
     between: float
@@ -54,7 +54,7 @@ def failure_costs(gpus: int, pauses: Pauses) -> list[FailureCost]:
 
 
 def failure_probability(each: float, count: int) -> float:
-    """That at least one of ``count`` fails: 1 - (1 - p)^n.
+    """The probability that at least one of ``count`` fails: 1 - (1 - p)^n.
 
     >>> round(failure_probability(0.01, 128), 4)
     0.7237
@@ -69,12 +69,12 @@ class RunCost:
     tokens: int
     steps: int
     flops: float
-    """Of the matrix products."""
+    """FLOPs of the matrix products."""
     hours: float
     gpu_hours: float
     """Without failures."""
     price: float | None
-    """Of one GPU and hour."""
+    """The price of one GPU and hour."""
     money: float | None
     """With the time that failures cost."""
     failures: float
@@ -91,9 +91,13 @@ class RunCost:
 
 
 def run_cost(
-    workload: Workload, cluster: Cluster, step_seconds: float, tokens: int, price: float | None,
+    workload: Workload,
+    cluster: Cluster,
+    step_seconds: float,
+    tokens: int,
+    price: float | None,
     pauses: Pauses = Pauses(),
-) -> RunCost:  # fmt: skip
+) -> RunCost:
     steps = math.ceil(tokens / workload.batch_tokens)
     hours = steps * step_seconds / 3600
     failures_a_day = FAILURES_PER_GPU_DAY * cluster.gpus
@@ -119,7 +123,7 @@ def run_cost(
 
 @dataclass(frozen=True)
 class InferenceCost:
-    """Of the model when it is served."""
+    """The cost of serving the model."""
 
     weights: dict[str, int]
     """Bytes by precision."""
@@ -131,9 +135,9 @@ class InferenceCost:
     """Bytes of one layer's activations for the same."""
     flops_per_token: int
     gpus: int
-    """That hold bf16 weights and the cache."""
+    """The number of GPUs that hold bf16 weights and the cache."""
     tokens_per_second: float
-    """Of one sequence on these GPUs, at most: every token reads all weights that it goes through."""
+    """The rate of one sequence on these GPUs, at most: every token reads all weights that it goes through."""
 
 
 def inference_cost(workload: Workload, cluster: Cluster, batch: int = SERVED_BATCH) -> InferenceCost:

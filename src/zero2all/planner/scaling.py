@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero2all.charts.plot import Curve, Plot
-from zero2all.charts.terminal import bar_text
-from zero2all.errors import UsageError
-from zero2all.planner.plan import Plan
+from zero2all.base.charts.plot import Curve, Plot
+from zero2all.base.charts.terminal import bar_text
+from zero2all.base.errors import UsageError
+from zero2all.base.units import show_bytes, show_seconds
+from zero2all.planner.plan import CostPlan
 from zero2all.track.step_text import show_rate
-from zero2all.units import show_bytes, show_seconds
 
 BAR = 20  # characters
 
@@ -30,12 +30,12 @@ class ScalingRow:
     tokens_per_second: float = 0.0
     mfu: float = 0.0
     hours: float = 0.0
-    """Of the run."""
+    """The duration of the run."""
     efficiency: float = 0.0
     """Tokens per second and GPU, relative to the fewest GPUs."""
 
 
-def scaling_rows(plans: Iterable[tuple[int, Plan | UsageError]]) -> list[ScalingRow]:
+def scaling_rows(plans: Iterable[tuple[int, CostPlan | UsageError]]) -> list[ScalingRow]:
     rows: list[ScalingRow] = []
     base = None
     for gpus, plan in plans:

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from zero2all.base.console import ProgressTask
+from zero2all.base.errors import UsageError
+from zero2all.base.findings import Finding
 from zero2all.checkpoint.checkpoint_interval import DAY
-from zero2all.console import ProgressTask
-from zero2all.errors import UsageError
-from zero2all.findings import Finding
 from zero2all.model.cost.describe import with_precision_of
 from zero2all.parallel.mesh import ParallelDims, split_batch
 from zero2all.planner.cluster import Cluster
 from zero2all.planner.pipeline import schedule_runs
 from zero2all.planner.rank_plan import USABLE_MEMORY, fits_memory, plan_memory
 from zero2all.planner.run_cost import TOKENS_PER_PARAMETER
-from zero2all.planner.step_time import StepTime, plan_step
+from zero2all.planner.step_time import PlannedStepTime, plan_step
 from zero2all.planner.workload import Layout, Workload, largest_stage, zero_stage
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
 from zero2all.recipe.parallel import PipelineSchedule, parallel_mistakes
@@ -40,11 +40,11 @@ OFFLOADS: tuple[dict[str, object], ...] = ({"offload": "none"}, {"offload": "cpu
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout that fits."""
 
     overrides: list[str]
-    """Of the recipe, to train with it."""
+    """Overrides of the recipe, to train with it."""
     step: float
     """Expected seconds."""
     tokens_per_second: float
@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    best: list[Candidate]
+    best: list[LayoutCandidate]
     fitting: int
     tried: int
     rejected: dict[str, int]
@@ -70,7 +70,7 @@ def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10, task: Progr
     recipe = with_precision_of(recipe, cluster.gpu)
     stage = largest_stage(recipe)
     workload = Workload.of(recipe, stage)
-    found: list[tuple[Layout, StepTime]] = []
+    found: list[tuple[Layout, PlannedStepTime]] = []
     rejected: Counter[str] = Counter()
     meshes = list(_meshes(recipe, cluster, rejected))
     if task is not None:
@@ -167,7 +167,7 @@ def _lightest(
 
 
 def _fits(recipe: Recipe, workload: Workload, layout: Layout, cluster: Cluster) -> bool:
-    """Whether every training stage fits. ``workload`` and ``layout`` are those of the largest one."""
+    """Whether every training stage fits. ``workload`` and ``layout`` belong to the largest one."""
     limit = int(USABLE_MEMORY * cluster.gpu.memory)
     if not fits_memory(workload, layout, limit):
         return False
@@ -178,10 +178,7 @@ def _all_stages(recipe: Recipe, layout: Layout) -> Iterator[tuple[Workload, Layo
     """Each stage as it would be with the layout in the recipe."""
     tokens = layout.batch.samples * layout.seq_len
     changed = recipe.model_copy(
-        update={
-            "parallel": layout.parallel,
-            "train": recipe.train.model_copy(update={"micro_batch_tokens": tokens}),
-        }
+        update={"parallel": layout.parallel, "train": recipe.train.model_copy(update={"micro_batch_tokens": tokens})}
     )
     for stage in changed.train.resolved_stages():
         yield Workload.of(recipe, stage), Layout.of(changed, stage, layout.dims.world_size)
@@ -196,9 +193,11 @@ def _short(message: str) -> str:
     return message.partition(":")[0].partition(";")[0]
 
 
-def _candidate(recipe: Recipe, workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> Candidate:
+def _candidate(
+    recipe: Recipe, workload: Workload, cluster: Cluster, layout: Layout, step: PlannedStepTime
+) -> LayoutCandidate:
     rate = workload.batch_tokens / step.expected
-    return Candidate(
+    return LayoutCandidate(
         overrides=_overrides(layout, recipe.parallel),
         step=step.expected,
         tokens_per_second=rate,
@@ -208,7 +207,7 @@ def _candidate(recipe: Recipe, workload: Workload, cluster: Cluster, layout: Lay
     )
 
 
-def time_shares(step: StepTime) -> str:
+def time_shares(step: PlannedStepTime) -> str:
     """Where the time of a step goes, in a line."""
     waiting = step.bubble * (step.compute + sum(one.seconds for one in step.traffic if not one.overlaps))
     again = sum(part.seconds for part in step.parts if part.name == "recomputation")
@@ -223,7 +222,7 @@ def time_shares(step: StepTime) -> str:
 
 
 def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
-    """Of a recipe whose own layout is ``own``: what that sets and the layout does not is reset."""
+    """Overrides for a recipe whose own layout is ``own``: what that sets and the layout does not is reset."""
     dims, parallel = layout.dims, layout.parallel
     given: dict[str, object] = {
         name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
@@ -239,7 +238,7 @@ def _overrides(layout: Layout, own: ParallelRecipe) -> list[str]:
     return [*keys, f"train.micro_batch_tokens={layout.batch.samples * layout.seq_len}"]
 
 
-def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[Finding]:
+def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: PlannedStepTime) -> list[Finding]:
     """What float8 would gain. It is not searched, because it changes what is learned."""
     if workload.float8 or cluster.gpu.fp8_flops is None or not workload.half:
         return []
@@ -248,7 +247,7 @@ def _float8_tip(workload: Workload, cluster: Cluster, layout: Layout, step: Step
     return [Finding("note", "train.float8", gain)]
 
 
-def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: StepTime) -> list[Finding]:
+def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: PlannedStepTime) -> list[Finding]:
     """Rules of thumb that apply to a layout, each with its reason."""
     dims, gpu = layout.dims, cluster.gpu
     links = (

@@ -12,7 +12,7 @@ from pydantic import computed_field
 
 from zero2all.model.cost.model_size import weight_dtype
 from zero2all.parallel.gradient_sync import Collective, gradient_itemsize, reduce_itemsizes
-from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, RankGroup
+from zero2all.planner.cluster import PCIE_BANDWIDTH, Cluster, CommunicationGroup
 from zero2all.planner.pipeline import bubble_fraction
 from zero2all.planner.post_training import sampling_seconds
 from zero2all.planner.workload import Layout, Workload
@@ -51,14 +51,14 @@ class Traffic:
     link: str
     ranks: int
     bytes: float
-    """That a rank sends."""
+    """Bytes that a rank sends."""
     seconds: float
     overlaps: bool
     """Whether it runs while something else is computed."""
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PlannedStepTime:
     """Seconds of a step."""
 
     parts: list[ComputePart]
@@ -74,10 +74,10 @@ class StepTime:
     longest: float
     """If nothing overlapped."""
     sampling: float = 0.0
-    """Of that, for sampling answers before the forward pass."""
+    """The share of these that samples answers before the forward pass."""
 
 
-def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
+def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> PlannedStepTime:
     parts = compute_parts(workload, layout, cluster)
     traffic = step_traffic(workload, layout, cluster)
     compute, communication = sum(part.seconds for part in parts), sum(one.seconds for one in traffic)
@@ -91,7 +91,7 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
     shortest = max(compute, communication) * (1 + bubble)
     busy, longest = compute + communication - hidden, (compute + communication) * (1 + bubble)
     expected = max(shortest, min(busy * (1 + bubble) + max(ends, HIDDEN_COST * hidden, hidden - compute), longest))
-    return StepTime(
+    return PlannedStepTime(
         parts=parts,
         traffic=traffic,
         compute=compute,
@@ -105,7 +105,7 @@ def plan_step(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
 
 
 def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[ComputePart]:
-    """Of the pipeline rank with the most to compute."""
+    """Parts of the pipeline rank with the most to compute."""
     dims, flops, config = layout.dims, workload.flops, workload.config
     share = pipeline_share(workload, layout)
     tokens, element = layout.step_tokens * share, workload.itemsize
@@ -123,37 +123,56 @@ def compute_parts(workload: Workload, layout: Layout, cluster: Cluster) -> list[
     stream = 4 if config.residual_fp32 else element
     again = config.num_hidden_layers * tokens * (FORWARD_AND_BACKWARD + (layout.recompute != "none"))
     rows = [
-        ("attention projections", products, FORWARD_AND_BACKWARD * flops.projections,
-         reads * (1 - mlp_share) + passes * (4 * gathered + 2 * heads + 2 * keys)),
+        (
+            "attention projections",
+            products,
+            FORWARD_AND_BACKWARD * flops.projections,
+            reads * (1 - mlp_share) + passes * (4 * gathered + 2 * heads + 2 * keys),
+        ),
         # Fused attention skips masked tiles, and computes the scores once more in the backward.
         ("attention scores", workload.precision, 3.5 * flops.causal_scores, passes * (2 * heads + 2 * keys)),
-        ("feed-forward", products, FORWARD_AND_BACKWARD * flops.mlp,
-         reads * mlp_share + passes * (3 * gathered + 3 * wide)),
-        ("recomputation", products, repeated,
-         passes / FORWARD_AND_BACKWARD * (6 * gathered + 3 * heads + 2 * wide) if repeated else 0.0),
-        ("head and loss", workload.precision, FORWARD_AND_BACKWARD * flops.head,
-         tokens * FORWARD_AND_BACKWARD * element * config.padded_vocab_size / dims.tp),
-    ]  # fmt: skip
+        (
+            "feed-forward",
+            products,
+            FORWARD_AND_BACKWARD * flops.mlp,
+            reads * mlp_share + passes * (3 * gathered + 3 * wide),
+        ),
+        (
+            "recomputation",
+            products,
+            repeated,
+            passes / FORWARD_AND_BACKWARD * (6 * gathered + 3 * heads + 2 * wide) if repeated else 0.0,
+        ),
+        (
+            "head and loss",
+            workload.precision,
+            FORWARD_AND_BACKWARD * flops.head,
+            tokens * FORWARD_AND_BACKWARD * element * config.padded_vocab_size / dims.tp,
+        ),
+    ]
     parts = [_part(name, precision, count * tokens / dims.tp, moved, cluster) for name, precision, count, moved in rows]
     width = hidden if layout.parallel.sp else gathered
     vectors = [
         # A block has two norms and two residual connections. Their sums over the width make norms the denser ones.
         _vector_part("norms", again * 2 * NORM_FLOPS * width, again * 2 * (stream + 2) * width, cluster),
-        _vector_part("element-wise: residual, RoPE, SwiGLU",
-                     again * (2 * width + ROPE_FLOPS * (heads + keys) + SWIGLU_FLOPS * wide),
-                     again * (2 * (2 * stream + 2) * width + 4 * (heads + keys) + 6 * wide), cluster),
-    ]  # fmt: skip
+        _vector_part(
+            "element-wise: residual, RoPE, SwiGLU",
+            again * (2 * width + ROPE_FLOPS * (heads + keys) + SWIGLU_FLOPS * wide),
+            again * (2 * (2 * stream + 2) * width + 4 * (heads + keys) + 6 * wide),
+            cluster,
+        ),
+    ]
     return [*(part for part in [*parts, *vectors] if part.seconds), _update(workload, layout, cluster)]
 
 
 def pipeline_share(workload: Workload, layout: Layout) -> float:
     """The share of all layers that the pipeline rank with the most to compute has."""
     is_v = layout.parallel.schedule == "zbv"
-    return _busiest_rank(workload, layout.dims.pp, layout.stages_per_rank, is_v)
+    return _busiest_rank(workload, layout.dims.pp, layout.stages_per_rank, is_v=is_v)
 
 
 @functools.lru_cache(maxsize=256)
-def _busiest_rank(workload: Workload, pp: int, stages_per_rank: int, is_v: bool) -> float:
+def _busiest_rank(workload: Workload, pp: int, stages_per_rank: int, *, is_v: bool) -> float:
     if pp == 1:
         return 1.0
     costs = workload.layer_costs
@@ -164,7 +183,7 @@ def _busiest_rank(workload: Workload, pp: int, stages_per_rank: int, is_v: bool)
 
 
 def _widths(workload: Workload) -> tuple[int, int, int, int]:
-    """Of the residual stream, the queries, the keys, and the feed-forward layers that a token goes through."""
+    """Widths of the residual stream, the queries, the keys, and the feed-forward layers that a token goes through."""
     config, moe = workload.config, workload.config.moe
     heads, keys = (count * config.head_size for count in (config.num_attention_heads, config.num_key_value_heads))
     experts = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size if moe else 0
@@ -173,7 +192,7 @@ def _widths(workload: Workload) -> tuple[int, int, int, int]:
 
 def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluster) -> ComputePart:
     """The time is the sum, not the roofline's maximum: a kernel loads its first tiles before it computes, and writes
-    its output after. That is why small matrices, such as those of tp, are less efficient."""
+    its output after. That is why small matrices, such as tp's, are less efficient."""
     gpu = cluster.gpu
     peak = gpu.peak_flops(precision) or gpu.flops
     computing, moving = flops / (peak * gpu.efficiency), moved / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
@@ -181,7 +200,7 @@ def _part(name: str, precision: str, flops: float, moved: float, cluster: Cluste
 
 
 def _vector_part(name: str, flops: float, moved: float, cluster: Cluster) -> ComputePart:
-    """Of an operation without a matrix product, whose FLOPs take no time beside its memory traffic."""
+    """The part of an operation without a matrix product, whose FLOPs take no time beside its memory traffic."""
     return ComputePart(name, flops, moved, moved / (cluster.gpu.memory_bandwidth * MEMORY_EFFICIENCY), "memory")
 
 
@@ -200,7 +219,7 @@ def _update(workload: Workload, layout: Layout, cluster: Cluster) -> ComputePart
 
 
 def step_traffic(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
-    """What the ranks of each dimension send each other in a step. Ranks of tp are neighbours, those of pp far apart."""
+    """What the ranks of each dimension send each other in a step. Ranks of tp are neighbours, ranks of pp far apart."""
     rows = [
         *_data_parallel(workload, layout, cluster),
         *_tensor_parallel(workload, layout, cluster),
@@ -212,7 +231,14 @@ def step_traffic(workload: Workload, layout: Layout, cluster: Cluster) -> list[T
 
 
 def _traffic(
-    dimension: str, what: str, group: RankGroup, calls: float, collective: Collective, size: float, overlaps: bool
+    dimension: str,
+    what: str,
+    group: CommunicationGroup,
+    calls: float,
+    collective: Collective,
+    size: float,
+    *,
+    overlaps: bool,
 ) -> Traffic:
     """``calls`` collectives of ``size`` bytes each."""
     sent, seconds = group.sent_bytes(collective, size), group.seconds(collective, size)
@@ -232,9 +258,9 @@ def _data_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list
     reduced = gradient_itemsize(layout.parallel) * (gradient / layout.shards)  # while the backward pass computes
     calls = units * len(sizes)
     return [
-        _traffic("dp_shard", "all-gather of weights", shards, gathers, "all-gather", weights, True),
-        _traffic("dp_shard", "reduce-scatter of gradients", shards, calls, "reduce-scatter", scattered, True),
-        _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", reduced, True),
+        _traffic("dp_shard", "all-gather of weights", shards, gathers, "all-gather", weights, overlaps=True),
+        _traffic("dp_shard", "reduce-scatter of gradients", shards, calls, "reduce-scatter", scattered, overlaps=True),
+        _traffic("dp_replicate", "all-reduce of gradients", replicas, units, "all-reduce", reduced, overlaps=True),
     ]
 
 
@@ -257,7 +283,7 @@ def _tensor_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> li
     calls = 4 * _passes(layout) * _layers(workload, layout)
     what = "all-gather and reduce-scatter of activations" if layout.parallel.sp else "all-reduce of activations"
     size = _stream_bytes(workload, layout)
-    return [_traffic("tp", what, group, calls, "all-gather", size, layout.parallel.async_tp)]
+    return [_traffic("tp", what, group, calls, "all-gather", size, overlaps=layout.parallel.async_tp)]
 
 
 def _context_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
@@ -270,11 +296,13 @@ def _context_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> l
     calls = _passes(layout) * _layers(workload, layout)
     if layout.parallel.cp_attention == "ulysses":
         return [
-            _traffic("cp", "all-to-all of heads", group, calls, "all-to-all", token * (2 * heads + 2 * keys), False)
+            _traffic(
+                "cp", "all-to-all of heads", group, calls, "all-to-all", token * (2 * heads + 2 * keys), overlaps=False
+            )
         ]
     ring = layout.parallel.cp_attention == "ring"
     size = 2 * keys * token * dims.cp
-    return [_traffic("cp", "keys and values", group, calls, "all-gather", size, ring)]
+    return [_traffic("cp", "keys and values", group, calls, "all-gather", size, overlaps=ring)]
 
 
 def _expert_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
@@ -284,7 +312,7 @@ def _expert_parallel(workload: Workload, layout: Layout, cluster: Cluster) -> li
     group = cluster.group(layout.dims.ep, layout.dims.tp)
     calls = 2 * _passes(layout) * _layers(workload, layout)
     size = _stream_bytes(workload, layout) * moe.num_experts_per_tok
-    return [_traffic("ep", "all-to-all of tokens", group, calls, "all-to-all", size, False)]
+    return [_traffic("ep", "all-to-all of tokens", group, calls, "all-to-all", size, overlaps=False)]
 
 
 def _pipeline(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traffic]:
@@ -293,4 +321,8 @@ def _pipeline(workload: Workload, layout: Layout, cluster: Cluster) -> list[Traf
     stream = 4 if workload.config.residual_fp32 else workload.itemsize
     size = layout.micro_tokens * workload.config.hidden_size * stream / (dims.tp if layout.parallel.sp else 1)
     calls = 2 * layout.batch.micro_batches * layout.stages_per_rank
-    return [_traffic("pp", "residual stream between stages", group, calls, "send", size if dims.pp > 1 else 0.0, True)]
+    return [
+        _traffic(
+            "pp", "residual stream between stages", group, calls, "send", size if dims.pp > 1 else 0.0, overlaps=True
+        )
+    ]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zero2all.base.units import show_bytes
 from zero2all.planner.cluster import LINK_EFFICIENCY, Cluster
 from zero2all.planner.rank_plan import fits_memory
 from zero2all.planner.step_time import plan_step
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
-from zero2all.units import show_bytes
 
 ACCUMULATION = 8
 INTERVALS = (10, 50)
@@ -29,11 +29,11 @@ class SyncMethod:
     overrides: tuple[str, ...]
     """What to set in the recipe."""
     bytes: float
-    """That a GPU sends to other nodes in a step, on average."""
+    """Bytes that a GPU sends to other nodes in a step, on average."""
     seconds: float
-    """Of a step, on average."""
+    """The time of a step, on average."""
     tokens_per_second: float
-    """Of all GPUs."""
+    """The rate of all GPUs together."""
     fits: bool
     """Into the memory of a GPU."""
     changes: str
@@ -107,10 +107,7 @@ class _Planner:
         step = plan_step(workload, layout, replace(self.cluster, gpus=per_node))
         exchange = island_exchange(workload.parts.total, BYTES[sync.exchange_dtype], nodes, per_node)
         seconds = step.expected + exchange / (self.cluster.network_bandwidth * LINK_EFFICIENCY) / every
-        overrides = (
-            f"parallel.sync.islands={nodes}",
-            f"parallel.sync.every={every}",
-        )
+        overrides = (f"parallel.sync.islands={nodes}", f"parallel.sync.every={every}")
         return SyncMethod(
             f"diloco {every}",
             overrides,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.errors import UsageError
-from zero2all.hardware import compute_dtype, dtype_name
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.devices import compute_dtype, dtype_name
 from zero2all.model import Z2all
 from zero2all.model.cost.flops import Flops, Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import optimizer_state_bytes
@@ -49,7 +49,7 @@ class Unit:
 
     elements: Split = Split()
     trained: Split = Split()
-    """Those of ``elements`` that have a gradient: with LoRA the adapters alone."""
+    """Elements that have a gradient: with LoRA the adapters alone."""
     state: Split = Split()
     """Bytes of optimizer state."""
 
@@ -98,7 +98,7 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
     blocks: dict[bool, Unit] = {}
     kinds = {config.is_moe_layer(layer) for layer in range(config.num_hidden_layers)}
     for is_moe in kinds:
-        model = _one_layer_model(config, is_moe)
+        model = _one_layer_model(config, is_moe=is_moe)
         units: dict[str, Unit] = {}
         for name, parameter in model.named_parameters():
             where = name.partition(".")[0]
@@ -122,7 +122,7 @@ def model_parts(config: ModelConfig, optimizer: OptimizerRecipe) -> ModelParts:
     )
 
 
-def _one_layer_model(config: ModelConfig, is_moe: bool) -> Z2all:
+def _one_layer_model(config: ModelConfig, *, is_moe: bool) -> Z2all:
     moe = config.moe.model_copy(update={"first_k_dense_replace": 0}) if config.moe and is_moe else None
     with torch.device("meta"):
         return Z2all(config.model_copy(update={"num_hidden_layers": 1, "moe": moe}))
@@ -142,7 +142,7 @@ class Workload:
     optimizer: OptimizerRecipe
     parts: ModelParts
     flops: Flops
-    """Of one token."""
+    """FLOPs of one token."""
     seq_len: int
     batch_tokens: int
     precision: str
@@ -167,14 +167,14 @@ class Workload:
 
     @functools.cached_property
     def active_parameters(self) -> int:
-        """Those that a token goes through: of the experts, only its own."""
+        """Parameters that a token goes through: of the experts, only its own."""
         moe, experts = self.config.moe, self.parts.all.elements.by_ep
         idle = 0.0 if moe is None else experts * (1 - moe.num_experts_per_tok / moe.num_experts)
         return round(self.parts.total - idle)
 
     @functools.cached_property
     def palm_flops(self) -> int:
-        """Of one token, by 6N + 12LHQT."""
+        """FLOPs of one token, by 6N + 12LHQT."""
         return palm_flops_per_token(self.config, self.active_parameters, self.seq_len)
 
     @property
@@ -191,7 +191,7 @@ class Workload:
 
     @functools.cached_property
     def layer_costs(self) -> tuple[int, ...]:
-        """As ``parallel.pipeline_parallel.layer_costs``, which builds the model."""
+        """The same costs as ``parallel.pipeline_parallel.layer_costs``, which builds the model."""
         costs = [round(block.elements.total) for block in self.parts.blocks]
         costs[0] += self.config.hidden_size
         costs[-1] += self.config.hidden_size * self.config.padded_vocab_size
@@ -230,12 +230,12 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP shards: those of cp too."""
+        """Ranks over which FSDP shards: the cp ranks too."""
         return self.dims.dp_shard * self.dims.cp
 
     @property
     def uses_fsdp(self) -> bool:
-        """As ``parallel.parallelize``: copies of a full model are left to DDP, unless they are offloaded."""
+        """Whether ``parallelize`` uses FSDP: copies of a full model are left to DDP, unless they are offloaded."""
         reduces = self.dims.dp * self.dims.cp > 1 and self.dims.dp_replicate != self.dims.world_size
         return reduces or self.parallel.offload != "none"
 

@@ -5,6 +5,7 @@
 200
 """
 
+from zero2all.recipe.corpus import CorpusRecipe, DedupRecipe, SourceRecipe, TakeRecipe
 from zero2all.recipe.load import (
     builtin_recipe_path,
     load_recipe,
@@ -15,30 +16,10 @@ from zero2all.recipe.load import (
     recipe_yaml,
 )
 from zero2all.recipe.model import PRESETS, ModelConfig, MoeConfig, OpsRecipe, RopeScaling
+from zero2all.recipe.optimizer import ExtendMode, ExtensionRecipe, OptimizerRecipe, ScheduleRecipe
 from zero2all.recipe.parallel import ParallelRecipe
-from zero2all.recipe.sections import (
-    CheckpointRecipe,
-    CorpusRecipe,
-    DedupRecipe,
-    EvalsRecipe,
-    Recipe,
-    SourceRecipe,
-    TakeRecipe,
-    TokenizerRecipe,
-    TokensRecipe,
-    TrackRecipe,
-)
-from zero2all.recipe.training import (
-    BatchRampRecipe,
-    ExtendMode,
-    ExtensionRecipe,
-    GuardRecipe,
-    OptimizerRecipe,
-    ResolvedStage,
-    ScheduleRecipe,
-    StageRecipe,
-    TrainRecipe,
-)
+from zero2all.recipe.sections import CheckpointRecipe, EvalsRecipe, Recipe, TokenizerRecipe, TokensRecipe, TrackRecipe
+from zero2all.recipe.training import BatchRampRecipe, GuardRecipe, ResolvedStage, StageRecipe, TrainRecipe
 from zero2all.recipe.types import Mistake
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.recipe.load import parse_recipe, recipe_yaml
 from zero2all.recipe.safe_yaml import PlainLoader
 

@@ -12,7 +12,7 @@ from zero2all.recipe.sections import Recipe
 @dataclass(frozen=True)
 class ImportedCode:
     key: str
-    """Of the recipe."""
+    """The key of the recipe that names it."""
     name: str
     """``package.module:attribute``."""
     file: str | None

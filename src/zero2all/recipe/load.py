@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from zero2all.errors import RecipeError, UsageError
+from zero2all.base.errors import RecipeError, UsageError
+from zero2all.base.workspace import DEFAULT_RUN, IDENTITY_FILE, did_you_mean, find_runs_below, workspace_of
 from zero2all.recipe.model import PRESETS, SHAPE_FIELDS, ModelConfig
 from zero2all.recipe.problems import Check, Places, find_problems, override_place, shorten
 from zero2all.recipe.safe_yaml import MAX_DEPTH, MAX_FILE_BYTES, KeyPath, read_yaml
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import LENGTH_KEYS
-from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, did_you_mean, find_runs_below, workspace_of
 
 RECIPE_FILE = "recipe.yaml"  # in the directory of a quickstart or a run
 
@@ -42,10 +42,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, checks: It
 
 
 def parse_recipe(
-    text: str,
-    overrides: list[str] | None = None,
-    origin: str = "recipe",
-    checks: Iterable[Check] = (),
+    text: str, overrides: list[str] | None = None, origin: str = "recipe", checks: Iterable[Check] = ()
 ) -> Recipe:
     """The same as ``load_recipe``, from the text of a YAML file."""
     read, lines = read_yaml(text, origin)
@@ -78,14 +75,14 @@ def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, or
     """The recipe that trains a model on two sequences of its full context a step."""
     context = config.max_position_embeddings
     train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
-    # The size of the vocabulary may be smaller than that of a tokenizer by default, which nobody wrote.
+    # By default the vocabulary may be smaller than a tokenizer's, although nobody asked for that.
     model = config.model_dump(mode="json", exclude_defaults=True, exclude={"vocab_size"})
     recipe = parse_recipe(yaml.safe_dump({"model": model, "train": train}), overrides, origin)
     return with_vocab_size(recipe, config.vocab_size)
 
 
 def with_vocab_size(recipe: Recipe, default: int | None = None) -> Recipe:
-    """Without a size in the recipe: the default, or that of the tokenizer to train."""
+    """Fill in a missing vocabulary size: with the default, or from the tokenizer to train."""
     size = recipe.model.vocab_size or default or recipe.tokenizer.vocab_size
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size})})
 
@@ -146,7 +143,7 @@ def _stored_recipe_path(directory: Path) -> Path:
     where = f"{directory} is a directory with neither {RECIPE_FILE} nor {DEFAULT_RUN}/{RECIPE_FILE}"
     if below := find_runs_below(directory):
         raise UsageError(f"{where}; give one of the runs below it: {', '.join(map(str, below))}")
-    raise UsageError(f"{where}, so it is not that of a run; give a recipe file{_sibling_recipes(directory / '?')}")
+    raise UsageError(f"{where}, so it does not belong to a run; give a recipe file{_sibling_recipes(directory / '?')}")
 
 
 def _workspace_override(path: Path, text: str) -> list[str]:

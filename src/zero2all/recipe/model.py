@@ -8,43 +8,10 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from zero2all.base.package_data import read_package_table
 from zero2all.recipe.types import Mistake, Positive, Section
 
-
-def _shape(
-    hidden_size: int, intermediate_size: int, layers: int, heads: int, kv_heads: int, context: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context,
-        **more,
-    }
-
-
-# ``z2all-…``: names count parameters without the embedding tables; the reference 1.1b counts one of its two. Rules
-# behind the numbers: head size 64, at most 4 query heads a KV head, intermediate near 8/3 of hidden and a multiple of
-# 64, depth growing with width. The others have the shape of a published model, and its name counts all parameters.
-_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "z2all-3m": _shape(192, 512, 7, 3, 1, 512, tie_word_embeddings=True),
-    "z2all-10m": _shape(320, 896, 9, 5, 5, 1024, tie_word_embeddings=True),
-    "z2all-25m": _shape(512, 1408, 8, 8, 4, 1024, tie_word_embeddings=True),
-    "z2all-85m": _shape(768, 2048, 13, 12, 4, 2048, tie_word_embeddings=True),
-    "z2all-300m": _shape(1024, 2816, 26, 16, 4, 2048),
-    # The reference shape. With its 64,320-row embedding and untied head it has 1,255,499,776 parameters.
-    "z2all-1.1b": _shape(2048, 5632, 22, 32, 8, 2048, vocab_size=64320, rope_theta=10000.0),
-    "7b": _shape(4096, 11008, 32, 32, 32, 4096, vocab_size=32000),  # Llama 2 7B
-    "13b": _shape(5120, 13824, 40, 40, 40, 4096, vocab_size=32000),  # Llama 2 13B
-    "30b": _shape(6656, 17920, 60, 52, 52, 2048, vocab_size=32000),  # LLaMA 33B
-    "70b": _shape(8192, 28672, 80, 64, 8, 4096, vocab_size=32000),  # Llama 2 70B
-    # Qwen3-30B-A3B at the context of its first pretraining stages; 3.3B parameters are active.
-    "30b-a3b": _shape(2048, 6144, 48, 32, 4, 4096, vocab_size=151936, head_dim=128, qk_norm=True, moe=_QWEN3_EXPERTS),
-}
+PRESETS: dict[str, dict[str, Any]] = read_package_table(__package__, "model_presets.toml")
 """Fields of ``model`` by the name of the preset."""
 SHAPE_FIELDS = {name for preset, shape in PRESETS.items() if preset.startswith("z2all-") for name in shape}
 """Fields that every preset replaces; others, such as ``moe``, only one that sets them."""
@@ -55,28 +22,30 @@ class OpsRecipe(Section):
     machine."""
 
     attention: Literal["auto", "flash", "sdpa", "reference"] = "auto"
-    """Kernel for attention."""
+    """Kernel for attention. Change it if ``auto`` selects one that fails or is slower, such as to ``flash`` for
+    flash-attn."""
     norm: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel for RMSNorm."""
+    """Kernel for RMSNorm. Change it if ``auto`` selects one that fails or is slower."""
     rope: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel for RoPE."""
+    """Kernel for RoPE. Change it if ``auto`` selects one that fails or is slower."""
     swiglu: Literal["auto", "liger", "torch", "reference"] = "auto"
-    """Kernel for SwiGLU."""
+    """Kernel for SwiGLU. Change it if ``auto`` selects one that fails or is slower."""
     cross_entropy: Literal["auto", "liger", "chunked", "torch", "reference"] = "auto"
-    """Kernel for the output head and cross-entropy."""
+    """Kernel for the output head and cross-entropy. Change it if ``auto`` selects one that fails or is slower;
+    ``reference`` keeps all logits in memory."""
     experts: Literal["auto", "grouped", "reference"] = "auto"
-    """Kernel for the feed-forward layers of the experts."""
+    """Kernel for the feed-forward layers of the experts. Change it if ``auto`` selects one that fails or is slower."""
 
 
 class RopeScaling(Section):
     """RoPE scaling for sequences longer than the model was trained on, computed as in transformers."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
-    """The scaling method."""
+    """The scaling method. Set it as in the weights of ``train.init``, or to yarn to extend a model of your own."""
     factor: Positive
-    """Factor by which the context is extended."""
+    """Factor by which the context is extended. Set it to the new context length divided by the original one."""
     original_max_position_embeddings: int | None = Field(None, ge=1)
-    """The original context length; required for every type except linear."""
+    """The original context length. Set it for every type except linear, which needs none."""
     # The constants of the papers, which every released checkpoint has; each is in the config.json of its method.
     low_freq_factor: ClassVar[float] = 1.0
     """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are fully scaled."""
@@ -104,25 +73,32 @@ class MoeConfig(Section):
     """Mixture of experts: each token is routed to the experts with the highest router scores. No token is dropped."""
 
     num_experts: int = Field(ge=2)
-    """Number of routed experts."""
+    """Number of routed experts. Raise it for more parameters at the same FLOPs per token."""
     num_experts_per_tok: int = Field(ge=1)
-    """Number of experts that each token is routed to."""
+    """Number of experts that each token is routed to. Raise it for more FLOPs per token at the same parameters."""
     moe_intermediate_size: int = Field(ge=8)
-    """Feed-forward width of one expert."""
+    """Feed-forward width of one expert. Lower it to have more, smaller experts for the same parameters."""
     n_shared_experts: int = Field(0, ge=0)
-    """Number of shared experts, which process every token."""
+    """Number of shared experts, which process every token. Set it with a sigmoid router, which cannot be exported
+    without them."""
     first_k_dense_replace: int = Field(0, ge=0)
-    """Number of leading layers that are dense, with intermediate_size."""
+    """Number of leading layers that are dense, with intermediate_size. Raise it if the first layers do not learn to
+    balance their experts."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How router scores are computed."""
+    """How router scores are computed. Set it to sigmoid to export a model with shared experts or
+    ``load_balancing: bias``."""
     norm_topk_prob: bool = True
-    """Normalize the expert weights of a token so that they sum to one."""
+    """Normalize the expert weights of a token so that they sum to one. Turn it off only for weights that were trained
+    without it."""
     load_balancing: Literal["aux", "bias", "none"] = "aux"
-    """How expert load is balanced: aux (auxiliary loss), bias (auxiliary-loss-free) or none."""
+    """How expert load is balanced: aux (auxiliary loss), bias (auxiliary-loss-free) or none. Set it to bias with pp, or
+    if losses must not depend on the micro-batch."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
-    """Weight of the auxiliary load-balancing loss, which is 1 at equal load."""
+    """Weight of the auxiliary load-balancing loss, which is 1 at equal load. Raise it if few experts get most tokens,
+    and lower it if the loss suffers."""
     bias_update_rate: Positive = 0.001
-    """Step size of the expert bias (auxiliary-loss-free balancing)."""
+    """Step size of the expert bias (auxiliary-loss-free balancing). Raise it if few experts get most tokens, and lower
+    it if their load oscillates."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.num_experts_per_tok > self.num_experts:
@@ -141,11 +117,12 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA): the weights are frozen, and two small matrices beside each target are trained."""
 
     rank: int = Field(8, ge=1)
-    """Rank of the adapters (r)."""
+    """Rank of the adapters (r). Raise it if full fine-tuning reaches a lower loss."""
     alpha: Positive = 16.0
-    """The adapter is scaled by alpha / rank."""
+    """The adapter is scaled by alpha / rank. Raise it in proportion to ``rank`` to keep that scale."""
     target_modules: tuple[LoraTarget, ...] = get_args(LoraTarget)
-    """Matrices with an adapter. Default: all of attention and feed-forward."""
+    """Matrices with an adapter. Default: all of attention and feed-forward. Set it to attention only for a model with
+    experts, or to save memory."""
 
     def mistakes(self) -> Iterator[Mistake]:
         if not self.target_modules or len(set(self.target_modules)) < len(self.target_modules):
@@ -156,62 +133,77 @@ class ModelConfig(Section):
     """The model architecture: a preset, single fields, or a preset with some fields overridden."""
 
     preset: str | None = None
-    """Name of a preset. Other fields override its values."""
+    """Name of a preset. Other fields override its values. Set it to a size that ``z2a plan`` shows to fit your GPUs and
+    time."""
     hidden_size: int = Field(192, ge=8)
-    """Width of the residual stream."""
+    """Width of the residual stream. Raise it for a larger model, together with ``num_hidden_layers``."""
     intermediate_size: int = Field(512, ge=8)
-    """Width of the feed-forward layers (MLP)."""
+    """Width of the feed-forward layers (MLP). Change it with ``hidden_size``; presets have 2.7 to 3.5 times as much."""
     num_hidden_layers: int = Field(7, ge=1)
-    """Number of transformer blocks (layers)."""
+    """Number of transformer blocks (layers). Raise it for a larger model, together with ``hidden_size``."""
     num_attention_heads: int = Field(3, ge=1)
-    """Number of query heads."""
+    """Number of query heads. Change it with ``hidden_size``, so that a head keeps 64 or 128 dimensions."""
     num_key_value_heads: int = Field(1, ge=1)
-    """Number of key and value heads; fewer than ``num_attention_heads`` is grouped-query attention."""
+    """Number of key and value heads; fewer than ``num_attention_heads`` is grouped-query attention. Lower it if the KV
+    cache limits generation."""
     head_dim: int | None = None
-    """Size of one head. Default: ``hidden_size / num_attention_heads``."""
+    """Size of one head. Default: ``hidden_size / num_attention_heads``. Set it if the weights of ``train.init`` have
+    another size."""
     max_position_embeddings: int = Field(512, ge=8)
-    """Maximum sequence length (context length)."""
+    """Maximum sequence length (context length). Raise it before the first step, to the longest ``seq_len`` of all
+    stages."""
     vocab_size: int | None = None
-    """Number of tokens in the vocabulary. Default: that of the tokenizer. Embedding and head are padded to the next
-    multiple of 64; padded rows are never predicted."""
+    """Number of tokens in the vocabulary. Default: the size of the tokenizer. Embedding and head are padded to the next
+    multiple of 64; padded rows are never predicted. Set it if the weights of ``train.init`` have more rows."""
     rope_theta: Positive = 10000.0
-    """Base of the rotary position embedding (RoPE). A larger base suits longer sequences."""
+    """Base of the rotary position embedding (RoPE). Raise it for longer sequences, such as to 500000 for 8192
+    tokens."""
     rope_scaling: RopeScaling | None = None
     """RoPE scaling for a model that was trained on shorter sequences."""
     rms_norm_eps: Positive = 1e-5
-    """Epsilon of RMSNorm."""
+    """Epsilon of RMSNorm. Change it only to match the weights of ``train.init``."""
     qkv_bias: bool = False
-    """Add a bias to the query, key and value projections."""
+    """Add a bias to the query, key and value projections. Turn it on for Qwen2 weights."""
     qk_norm: bool = False
-    """Apply RMSNorm to each head of queries and keys."""
+    """Apply RMSNorm to each head of queries and keys. Turn it on if a high learning rate is unstable, or for Qwen3
+    weights."""
     tie_word_embeddings: bool = False
-    """Share one matrix between embedding and output head."""
+    """Share one matrix between embedding and output head. Turn it on for a small model, in which they outweigh the
+    blocks."""
     residual_fp32: bool = True
-    """Keep the residual stream in fp32 under bf16."""
+    """Keep the residual stream in fp32 under bf16. Turn it off to save activation memory at lower precision."""
     sliding_window: int | None = Field(None, ge=1)
-    """Sliding-window attention: number of positions that a token attends to, including its own. Default: all."""
+    """Sliding-window attention: number of positions that a token attends to, including its own. Default: all. Set it if
+    attention over long sequences takes too much time."""
     full_attention_interval: int | None = Field(None, ge=2)
-    """With a sliding window: every n-th layer has full attention."""
+    """With a sliding window: every n-th layer has full attention. Set it if the model has to find text beyond the
+    window."""
     final_logit_softcapping: Positive | None = None
-    """Softcap of the logits: ``cap * tanh(logits / cap)``."""
+    """Softcap of the logits: ``cap * tanh(logits / cap)``. Set it if logits grow until training is unstable; the model
+    then cannot be exported."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the z-loss, the squared log-sum-exp of the logits, which keeps them from drifting. It affects the
-    gradient, not the reported loss. A common value is 1e-4."""
+    gradient, not the reported loss. Set it, commonly to 1e-4, if training diverges late."""
     mtp_weight: float = Field(0.0, ge=0)
-    """Weight of the multi-token prediction (MTP) loss; 0 disables MTP. The MTP block is not exported."""
+    """Weight of the multi-token prediction (MTP) loss; 0 disables MTP. The MTP block is not exported. Raise it, such as
+    to 0.3, to try whether predicting two tokens helps."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of attention weights in training. It needs the attention kernel sdpa or reference, which auto selects."""
+    """Dropout of attention weights in training. It needs the attention kernel sdpa or reference, which auto selects.
+    Raise it if a small, repeated corpus overfits."""
     residual_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout in training of what attention and the feed-forward layer add to the residual stream."""
+    """Dropout in training of what attention and the feed-forward layer add to the residual stream. Raise it if a small,
+    repeated corpus overfits."""
     moe: MoeConfig | None = None
     """Mixture of experts in place of the feed-forward layers."""
     lora: LoraConfig | None = None
     """Train low-rank adapters (LoRA) in place of the weights, which come from ``train.init``."""
     initializer_range: Positive = 0.02
-    """Standard deviation of the initial weights; projections into the residual stream are scaled by depth."""
+    """Standard deviation of the initial weights; projections into the residual stream are scaled by depth. Lower it if
+    the first loss is far above ln(vocabulary size)."""
     mup_base: int | None = Field(None, ge=8)
     """Base width for muP: the hidden_size at which the learning rate was tuned. Initial weights and learning rates of
-    the matrices are scaled so that it transfers to this width. For AdamW with untied embeddings."""
+    the matrices are scaled so that it transfers to this width. Set it if you tuned on a narrower model, with AdamW and
+    untied embeddings."""
     ops: OpsRecipe = OpsRecipe()
     """The kernel for each operation."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero2all.conversation import SourceKind
+from zero2all.base.conversation import SourceKind
 from zero2all.recipe.types import AnyDir, Count, Mistake, Positive, Section
 
 ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo", "distill"]
@@ -31,19 +31,20 @@ class DPORecipe(Section):
     """Options of the objective dpo: preference optimization with pairs of answers."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo"] = "sigmoid"
-    """The loss. sigmoid is that of DPO (https://arxiv.org/abs/2305.18290); hinge is SLiC's; ipo
+    """The loss. sigmoid is DPO (https://arxiv.org/abs/2305.18290); hinge is SLiC's; ipo
     (https://arxiv.org/abs/2310.12036) averages over tokens; robust (https://arxiv.org/abs/2403.00409) corrects for
     ``label_smoothing`` of the labels being wrong. simpo (https://arxiv.org/abs/2405.14734) and orpo
-    (https://arxiv.org/abs/2403.07691) need no reference."""
+    (https://arxiv.org/abs/2403.07691) need no reference. Change it to robust if labels are noisy, or to compare
+    losses."""
     beta: Positive = 0.1
-    """Strength of the preference. Larger values keep the model closer to the reference. SimPO uses 2 to 10."""
+    """Strength of the preference. Raise it if the model departs too far from the reference; SimPO uses 2 to 10."""
     sft_weight: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the mean negative log-likelihood of chosen answers. It keeps their probability from falling together
-    with that of the rejected ones. Default: 1 for orpo, otherwise 0."""
+    """Weight of the mean negative log-likelihood of chosen answers. Raise it if ``logps/chosen`` falls together with
+    ``logps/rejected``. Default: 1 for orpo, otherwise 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """For robust: the share of pairs whose labels are wrong."""
+    """For robust: the share of pairs whose labels are wrong. Set it to the share that you find in a sample."""
     margin: Annotated[float, Field(ge=0)] = 0.5
-    """For simpo: the target difference of the rewards (gamma)."""
+    """For simpo: the target difference of the rewards (gamma). Change it with ``beta``; half of it is a usual start."""
 
     @property
     def needs_reference(self) -> bool:
@@ -62,11 +63,11 @@ class KTORecipe(Section):
     """Options of the objective kto: preference optimization with a label for each answer."""
 
     beta: Positive = 0.1
-    """Strength of the preference. Larger values keep the model closer to the reference."""
+    """Strength of the preference. Raise it if the model departs too far from the reference."""
     desirable_weight: Positive = 1.0
-    """Weight of answers with the label true. With n times fewer of them than of the others, set n."""
+    """Weight of answers with the label true. Set it to n if there are n times fewer of them than of the others."""
     undesirable_weight: Positive = 1.0
-    """Weight of answers with the label false."""
+    """Weight of answers with the label false. Set it to n if there are n times fewer of them than of the others."""
 
 
 class GRPORecipe(Section):
@@ -77,27 +78,28 @@ class GRPORecipe(Section):
 
     rewards: list[str] = []
     """Reward functions as ``package.module:function``, called with the prompt, the answer and the reference answer as
-    texts; their results are added. The modules are imported, so treat a recipe from somebody else as code."""
+    texts; their results are added. The modules are imported, so treat a recipe from somebody else as code. Set it for
+    grpo, which needs at least one."""
     group_size: int = Field(8, ge=2)
-    """Number of answers to a prompt, which are compared with each other."""
+    """Number of answers to a prompt, which are compared with each other. Raise it if ``groups_without_spread`` is
+    high."""
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of an answer, then answers.
-    dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence."""
+    dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence. Change it to dr_grpo if answers grow
+    longer but no better."""
     scale_rewards: bool = True
-    """Divide advantages by the standard deviation of the group."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio to the probability before the update counts down to 1 - clip_low."""
-    clip_high: Positive = 0.28
-    """The ratio to the probability before the update counts up to 1 + clip_high."""
+    """Divide advantages by the standard deviation of the group. Turn it off if groups with almost equal rewards
+    dominate the gradient."""
     importance_cap: Positive = 2.0
-    """Largest weight of a token by the ratio of its probabilities in trainer and sampler."""
+    """Largest weight of a token by the ratio of its probabilities in trainer and sampler. Lower it if training is
+    unstable because ``endpoint`` is far behind."""
     mask_truncated: bool = True
-    """Leave answers out of the loss that were cut at ``max_answer_tokens``."""
+    """Leave answers out of the loss that were cut at ``max_answer_tokens``. Turn it off if all answers are cut and you
+    cannot raise that length."""
     endpoint: str | None = None
-    """OpenAI-compatible API that samples the answers, such as ``http://127.0.0.1:8000/v1``, by a server that returns
-    token ids: ``z2a serve`` or vLLM, with one model, which has the same tokenizer. The run does not update its weights,
-    so that it has to load newer checkpoints now and then; ``sampler_gap`` shows how far it is behind. Default: the
-    model itself."""
+    """OpenAI-compatible API that samples the answers, such as ``http://127.0.0.1:8000/v1``. The server (``z2a serve``,
+    vLLM) returns token ids and has one model, with the same tokenizer. The run does not update its weights: load newer
+    checkpoints when ``sampler_gap`` grows. Set it if sampling takes most of a step. Default: the model itself."""
 
     def mistakes(self) -> Iterator[Mistake]:
         for name in self.rewards:
@@ -112,26 +114,31 @@ class DistillRecipe(Section):
     """
 
     teacher: AnyDir | None = None
-    """The teacher: the directory of a run, of a checkpoint, or of a Hugging Face model, with the same tokenizer."""
+    """The teacher: the directory of a run, of a checkpoint, or of a Hugging Face model, with the same tokenizer. Set it
+    for distill, which needs one."""
     weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of the distance to the teacher, KL(teacher || student); the rest is that of the right tokens."""
+    """Weight of the distance to the teacher, KL(teacher || student); the rest is the loss of the right tokens. Raise it
+    if the data is noisy, and lower it if the teacher is weak."""
     top_k: Count = 32
-    """Number of the teacher's likeliest tokens at each position; all others count as one. 6 bytes each on disk."""
+    """Number of the teacher's likeliest tokens at each position; all others count as one. 6 bytes each on disk. Raise
+    it if they miss much of the teacher's probability, and lower it to save disk."""
     on_policy: bool = False
-    """Learn from answers that the student samples to conversations (``kind: chat``), in place of those of the data."""
+    """Learn from answers that the student samples to conversations (``kind: chat``), instead of the answers in the
+    data. Turn it on if the loss is low but sampled answers are bad."""
 
 
 class ObjectiveRecipe(Section):
     """What the model is trained for."""
 
     name: ObjectiveName = "pretrain"
-    """The objective. pretrain: predict every token. sft: supervised fine-tuning, which predicts what the assistant
-    writes in conversations (sources of ``kind: chat``), never cuts one, and masks attention across documents; sources
-    of text are trained on as in pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer
-    answers with the label true (``kind: rating``, or both answers of a pair). grpo: raise the rewards of answers
-    that are sampled to the last question of conversations (``kind: chat``). distill: learn from a teacher."""
+    """The objective. pretrain: predict every token. sft: predict what the assistant writes in whole conversations
+    (``kind: chat``); text is trained on as in pretraining. dpo: prefer the chosen of two answers
+    (``kind: preference``). kto: prefer answers with the label true (``kind: rating``, or both of a pair). grpo: raise
+    the rewards of sampled answers (``kind: chat``). distill: learn from a teacher. Change it once a pretrained model
+    exists (``train.init``)."""
     packing: bool = True
-    """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower."""
+    """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower. Turn it off only
+    to compare: it does not change the loss of a conversation."""
     max_answer_tokens: Count = 256
     """Maximum length of a sampled answer, for grpo and distill with on_policy. Raise it if many answers are cut."""
     dpo: DPORecipe = DPORecipe()
@@ -182,5 +189,5 @@ class ObjectiveRecipe(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether answers are compared to those of the initial model."""
+        """Whether answers are compared with the initial model's."""
         return self.name == "kto" or (self.name == "dpo" and self.dpo.needs_reference)

@@ -9,45 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from zero2all.recipe.model import ModelConfig
+from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import Fraction, LocalDir, Mistake, Positive, Section
-
-Degree = Annotated[int, Field(ge=1)]
-
-
-class SyncRecipe(Section):
-    """How replicas of the model are synchronized: after every step, or seldom between islands of fast networks."""
-
-    islands: Degree = 1
-    """Number of islands, each a job of its own with all ranks of ``parallel``. With 1 the gradient is all-reduced after
-    each step. Set more for networks that are too slow for that (DiLoCo): each island trains its own part of every
-    batch, and they exchange what their weights have gained every ``every`` steps. The other keys are for islands."""
-    every: Degree = 50
-    """Steps between two exchanges of the same weights (H)."""
-    fragments: Degree = 1
-    """Number of groups of blocks that are exchanged in turn, so that the network is used evenly."""
-    overlap: Annotated[int, Field(ge=0)] = 0
-    """Steps that an exchange may take while training continues. 0 waits for it."""
-    exchange_dtype: Literal["fp32", "bf16", "int8"] = "int8"
-    """What is sent. What bf16 and int8 round off is added to the next exchange."""
-    outer_lr: Positive = 0.7
-    """Learning rate of the outer optimizer."""
-    outer_momentum: Fraction = 0.9
-    """Nesterov momentum of the outer optimizer. 0 is plain averaging."""
-
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.overlap > self.every // self.fragments:
-            yield Mistake(
-                "an exchange must end before the next begins: set overlap to at most every / fragments "
-                f"({self.every // self.fragments})",
-                ("overlap", "every", "fragments"),
-            )
-        if self.fragments > self.every:
-            yield Mistake(
-                f"one fragment is exchanged at a time: set fragments to at most every={self.every}",
-                ("fragments", "every"),
-            )
-
+from zero2all.recipe.types import Degree, LocalDir, Mistake, Section
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")
@@ -61,56 +25,66 @@ class ParallelRecipe(Section):
     """
 
     dp_replicate: Degree | Literal["auto"] = 1
-    """Number of replicas of the (sharded) model. On its own this is DDP; with dp_shard it is HSDP."""
+    """Number of replicas of the (sharded) model. On its own this is DDP; with dp_shard it is HSDP. Set it to auto, with
+    ``dp_shard: 1``, if the model fits on one rank."""
     dp_shard: Degree | Literal["auto"] = "auto"
-    """Number of ranks that shard one replica (FSDP2). auto uses the remaining ranks."""
+    """Number of ranks that shard one replica (FSDP2). auto uses the remaining ranks. Set it to the ranks of a node for
+    HSDP, if the network between nodes is slow."""
     tp: Degree = 1
-    """Tensor parallelism: number of ranks over which the matrices of a block are sharded."""
+    """Tensor parallelism: number of ranks over which the matrices of a block are sharded. Raise it within a node if a
+    block does not fit, or the batch has too few samples for all ranks."""
     sp: bool = True
-    """Sequence parallelism: with tp, shard norms and the residual stream along the sequence."""
+    """Sequence parallelism: with tp, shard norms and the residual stream along the sequence. Turn it off only if
+    ``seq_len`` is not a multiple of cp x tp."""
     async_tp: bool = False
     """With tp, overlap matrix products with the all-gathers and reduce-scatters around them, in torch.compile on GPUs
-    with NVLink (symmetric memory)."""
+    with NVLink (symmetric memory). Turn it on if these collectives limit the step."""
     pp: Degree = 1
-    """Pipeline parallelism: number of pipeline ranks."""
+    """Pipeline parallelism: number of pipeline ranks. Raise it if the model does not fit with dp_shard and tp, or
+    gathering its weights between nodes is too slow."""
     schedule: PipelineSchedule = "1f1b"
-    """Pipeline schedule. interleaved, zero-bubble and zbv put two stages on each rank."""
+    """Pipeline schedule. interleaved, zero-bubble and zbv put two stages on each rank. Change it to one of them if the
+    bubble is large; gpipe only takes more memory."""
     cp: Degree = 1
-    """Context parallelism: number of ranks over which each sequence is split."""
+    """Context parallelism: number of ranks over which each sequence is split. Raise it if the activations of one
+    sequence do not fit on a rank."""
     cp_attention: Literal["allgather", "ring", "ulysses"] = "allgather"
     """Attention with cp. allgather: each rank gathers all keys and values. ring: they pass from rank to rank, and each
-    rank holds those of a few ranks at a time. ulysses: each rank has all positions of some heads."""
+    rank holds only a few parts at a time. ulysses: each rank has all positions of some heads. Set it to ring if
+    gathered keys and values do not fit."""
     ep: Degree = 1
-    """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed."""
+    """Expert parallelism: number of ranks over which the experts of each MoE layer are distributed. Raise it if
+    gathering all experts of a layer takes too much memory or time."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what the ranks of dp_shard and cp shard. 1: optimizer state and fp32 master weights. 2: also
-    gradients. 3: also the weights that compute. With 1 and 2 weights are gathered once a step, as with pp in any case.
-    With 1 the gradient is reduce-scattered after the last micro-batch, not after each one. That communicates least, but
-    every rank then holds the unsharded gradient in fp32: 4 bytes for each parameter of its tp, pp and ep part. Replicas
-    (DDP, HSDP) are always all-reduced after the last micro-batch."""
+    gradients. 3: also the weights that compute, which 1 and 2 gather once per step. 1 also reduce-scatters only once,
+    but holds the unsharded fp32 gradient, 4 bytes per parameter. Lower it if memory allows and communication limits the
+    step."""
     offload: Literal["none", "cpu"] | LocalDir = "none"
     """Where the shards live: fp32 weights, their gradients and the optimizer state. cpu: in host memory, and the
-    optimizer runs on the CPU; the GPU holds what it gathers. With zero=2 this is ZeRO-Offload. Works on one GPU too. A
-    directory on each node, such as /nvme: as cpu, with the optimizer state in memory-mapped files there, which are gone
-    when the process ends. That needs AdamW."""
+    optimizer runs on the CPU. A directory on each node, such as /nvme: as cpu, with AdamW's state in memory-mapped
+    files there. Set it if the shards do not fit in GPU memory, also on one GPU."""
     reshard_after_forward: Literal["auto", "always", "never"] | Degree = "auto"
     """Whether FSDP frees a block's gathered weights after its forward pass, or reshards them to groups of N ranks. auto
-    frees them with zero=3, unless pp is used."""
+    frees them with zero=3, unless pp is used. Set it to never if memory allows and all-gathers limit the step."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """In what gradients are sent when ranks reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
-    of ranks; micro-batches of a rank are added up in fp32 in any case."""
+    """Dtype in which ranks send gradients to reduce them (DDP, FSDP, HSDP). bf16 halves the bytes, and rounds each sum
+    of ranks; micro-batches of a rank are added up in fp32 in any case. Set it to bf16 if the network limits the
+    step."""
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
-    """What the backward pass recomputes: nothing, each block, everything except matmuls and attention (selective), or
-    as much as a budget requires."""
+    """What the backward pass recomputes: nothing, each block (full), everything except matmuls and attention
+    (selective), or as much as a budget requires. Set it to selective if activations do not fit, then to full."""
     activation_checkpointing_every: Degree = 1
     """With ``full``: number of consecutive blocks that the backward pass recomputes together. One input is stored per
-    group, and the activations of one group are in memory at a time. 1 recomputes each block by itself."""
+    group, and the activations of one group are in memory at a time. Raise it for a deep model whose stored inputs do
+    not fit."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of activations that are kept with ``budget``."""
+    """Fraction of activations that are kept with ``budget``. Lower it if memory runs out, and raise it if memory is
+    left."""
     activation_offload: bool = False
     """Keep activations in pinned main memory instead of GPU memory between forward and backward pass: all that blocks
-    save, or with activation_checkpointing=full their inputs. A side stream copies them while other blocks are computed.
-    Blocks are not compiled."""
+    save, or with activation_checkpointing=full their inputs. A side stream copies them; blocks are not compiled. Turn
+    it on if activations do not fit and the link to the host is fast."""
     sync: SyncRecipe = SyncRecipe()
     """How replicas of the model are synchronized, for networks that are slower than the GPUs."""
 

@@ -16,12 +16,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from zero2all.errors import RecipeProblem
+from zero2all.base.errors import RecipeProblem
+from zero2all.base.redact import redact
 from zero2all.recipe.model import PRESETS
 from zero2all.recipe.safe_yaml import KeyPath
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.types import COLLECT_MISTAKES, Mistake, Section
-from zero2all.redact import redact
 
 MAX_SHOWN_CHARS = 80  # characters of a wrong value or an override in a message
 Places = dict[KeyPath, int | str]
@@ -54,7 +54,7 @@ def located_problem(path: KeyPath, message: str, hint: str = "", place: int | st
 
 
 def find_problems(values: dict[str, Any], places: Places, checks: Iterable[Check] = ()) -> list[RecipeProblem]:
-    """The mistakes in the values of a recipe: keys, single values, rules over several, and those of ``checks``."""
+    """The mistakes in the values of a recipe: keys, single values, rules over several, and ``checks``."""
     remaining = copy.deepcopy(values)
     problems, invalid = _take_out_invalid(remaining, places)
     try:
@@ -189,7 +189,7 @@ def suggested_keys(path: KeyPath) -> list[KeyPath]:
 
 @cache
 def _all_keys(kind: type[BaseModel]) -> list[tuple[str, ...]]:
-    """Every key of a section and of the sections in it, without those of list elements."""
+    """Every key of a section and of the sections in it, without the keys of list elements."""
     keys: list[tuple[str, ...]] = []
     for name, field in kind.model_fields.items():
         keys.append((name,))

@@ -11,43 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+from zero2all.base.package_data import read_package_table
 from zero2all.recipe.objective import ObjectiveName
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import ResolvedStage, StageRecipe, TrainRecipe
 from zero2all.recipe.types import Section
 
-_LAYOUT_KEYS = (
-    "dp_replicate", "dp_shard", "tp", "sp", "async_tp", "pp", "schedule", "cp", "cp_attention", "ep", "zero",
-    "reshard_after_forward",
-)  # fmt: skip
-_MEMORY_KEYS = (
-    "offload", "activation_checkpointing", "activation_checkpointing_every", "activation_budget", "activation_offload",
-)  # fmt: skip
-_SCHEDULE_KEYS = ("steps", "tokens", "epochs", "schedule")
-_SCHEDULE = "compared by the learning rates of the trained steps; a change goes through --extend"
 EXCEPTIONS: dict[str, str] = {
-    "name": "a label of the run",
-    "run": "where the run is stored",
-    "out": "where the run is stored",
-    "corpus": "the fingerprint of the token store stands for the text",
-    "tokenizer": "the fingerprint of the tokenizer stands for it",
-    "tokens": "the fingerprint of the token store stands for it",
-    "model.preset": "a name for values that are compared one by one",
-    "model.ops": "kernels compute the same function, up to rounding",
-    **{f"parallel.{key}": "layouts compute the same step, up to rounding" for key in _LAYOUT_KEYS},
-    **{f"parallel.{key}": "trades memory for time in the same computation" for key in _MEMORY_KEYS},
-    **{f"train.{key}": _SCHEDULE for key in _SCHEDULE_KEYS},
-    "train.extensions": "a record of earlier --extend choices, which the run takes from its own recipe",
-    **{f"train.stages.{key}": _SCHEDULE for key in _SCHEDULE_KEYS},
-    "train.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
-    "train.stages.micro_batch_tokens": "the gradient of a step is the sum over its micro-batches",
-    "train.device": "devices compute the same step, up to rounding",
-    "train.compile": "compiled blocks compute the same step, up to rounding",
-    "train.deterministic": "chooses among kernels of the same function",
-    "train.objective.grpo.endpoint": "where the sampler runs; its weights are compared by sampler_gap",
-    "checkpoint": "when and where states are saved, not what is computed",
-    "track": "what is logged, not what is computed",
-    "evals": "validation does not change the weights",
+    key: exception["reason"]
+    for exception in read_package_table(__package__, "fingerprint_exceptions.toml")["exceptions"]
+    for key in exception["keys"]
 }
 """Keys and sections that may change on resume without a word, each with the reason."""
 
@@ -81,7 +54,7 @@ def default_settings() -> dict[str, Any]:
 
 
 def stage_settings(stage: ResolvedStage) -> dict[str, Any]:
-    """What a stage trains on: its own keys, or those of ``train`` that it inherits."""
+    """What a stage trains on: its own keys, or the keys of ``train`` that it inherits."""
     values = {name: getattr(stage, name) for name in _STAGE_KEYS}
     return {
         name: value.model_dump(mode="json") if isinstance(value, Section) else value for name, value in values.items()

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 
 MAX_FILE_BYTES = 2**20  # bytes of a file
 MAX_DEPTH = 64  # levels of lists and mappings

@@ -1,133 +1,49 @@
-"""How a model is trained: optimizer, schedule, stages."""
+"""How a model is trained: length, batch, stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Literal
 
 from pydantic import Field
 
+from zero2all.base.units import Duration
 from zero2all.recipe.model import RopeScaling
 from zero2all.recipe.objective import Conversations, ObjectiveRecipe
+from zero2all.recipe.optimizer import LATER_SCHEDULE, ExtensionRecipe, OptimizerRecipe, ScheduleRecipe
 from zero2all.recipe.source_names import SourceReference
-from zero2all.recipe.types import AnyDir, Count, DurationField, Fraction, Mistake, Positive, Section, Slug
-from zero2all.units import Duration
+from zero2all.recipe.types import AnyDir, Count, DurationField, Mistake, Positive, Section, Slug, require_chosen
 
-Chosen = TypeVar("Chosen", int, float)
 Float8Scaling = Literal["tensorwise", "rowwise"]
-
-
-def _require_chosen(value: Chosen | None, key: str) -> Chosen:
-    if value is None:
-        raise ValueError(f"{key} is not set: choose it with zero2all.train.hyperparameters")
-    return value
-
-
-class OptimizerRecipe(Section):
-    """The optimizer and its hyperparameters."""
-
-    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adamw-bf16-kahan", "adafactor", "muon", "lion", "sgd"] = "adamw"
-    """The optimizer. muon updates the matrices inside the blocks with orthogonalized momentum and all other parameters
-    with AdamW. adamw-8bit needs torchao. adamw-bf16 keeps weights, gradients and moments in bf16 (routers in fp32), and
-    rounds updates at random with the right mean. adamw-bf16-kahan keeps the rounding error of each weight instead, in 2
-    bytes more. adafactor keeps the second moment of a matrix as one number for each row and column, and no first
-    moment."""
-    lr: Positive | None = None
-    """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
-    the model size and the number of tokens; the log and the recipe of the run have the value."""
-    muon_lr: Positive | None = None
-    """Peak learning rate of Muon. Default: 0.02, at which its updates suit every width."""
-    muon_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype in which Muon orthogonalizes an update, and in which ranks send each other its shards. bf16 is enough to
-    train; with fp32 every parallel layout updates as one process does, to rounding of fp32."""
-    momentum: Fraction = 0.95
-    """Momentum of Muon and SGD."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the moment estimates of AdamW and Lion. Adafactor's rate is 1 - step^-0.8."""
-    eps: Positive = 1e-8
-    """Epsilon of AdamW's denominator."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Weight decay of matrices; norms and biases have none."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are clipped to this global norm."""
-
-    @property
-    def peak_lr(self) -> float:
-        return _require_chosen(self.lr, "train.optimizer.lr")
-
-    @property
-    def peak_muon_lr(self) -> float:
-        return _require_chosen(self.muon_lr, "train.optimizer.muon_lr")
-
-    @property
-    def has_bf16_weights(self) -> bool:
-        """Whether the weights of the model are stored in bf16, not in fp32."""
-        return self.name in ("adamw-bf16", "adamw-bf16-kahan")
-
-
-class ScheduleRecipe(Section):
-    """Learning-rate schedule of a stage, as a multiplier of the optimizer's rate: linear warmup, then a shape."""
-
-    shape: Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"] = "cosine"
-    """Shape of the decay from ``peak`` to ``min_lr_ratio``. wsd holds the peak and decays linearly over the last
-    ``decay_ratio``; inverse-sqrt decays with the square root of the step and ignores ``min_lr_ratio``."""
-    warmup: DurationField = Duration(20, "steps")
-    """Length of the linear warmup."""
-    peak: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Learning-rate multiplier after warmup. Default: 1 in the first stage, then where the previous stage ended."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning-rate multiplier at the last step of the stage."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """For wsd: fraction of the stage over which the rate decays."""
-
-
-LATER_SCHEDULE = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))
-"""Default of every stage but the first."""
-
-ExtendMode = Literal["constant", "rewarm", "as-planned"]
-"""How the learning rate of a stage that has begun continues under a changed schedule."""
-
-
-class ExtensionRecipe(Section):
-    """A change of the learning-rate schedule of a stage that had begun, as ``z2a train --extend`` made it."""
-
-    stage: Slug
-    """Name of the stage."""
-    step: Count
-    """The first step after the change, counted from the start of the run."""
-    mode: ExtendMode
-    """The learning rate from that step to the end of the stage. constant: that of the step before. rewarm: a linear
-    warmup from there to the peak, then the stage's schedule over the steps that are left. as-planned: the stage's
-    schedule, as if no step had been trained with another one."""
-    schedule: ScheduleRecipe
-    """The schedule before the change."""
-    steps: Count
-    """The length of the stage before the change."""
 
 
 class GuardRecipe(Section):
     """Loss-spike guard: what happens when a loss or gradient norm is an outlier or not finite."""
 
     policy: Literal["warn", "skip", "rollback"] = "warn"
-    """The response. warn: log it, and stop on a non-finite value. skip: skip the update of that step. rollback: restore
-    the last checkpoint before it and skip the steps around it."""
+    """The response to an outlier. warn: log it, and stop on a non-finite value. skip: skip the update of that step.
+    rollback: restore the last checkpoint before it and skip the steps around it. Change it to rollback for a long run
+    that nobody watches."""
     threshold: Positive = 8.0
     """A value more than this many robust standard deviations from the rolling median is an outlier. Smaller changes
     than 10% of the loss or a factor of 5 in the gradient norm never count. Raise it if the guard fires on good data."""
     window: int = Field(64, ge=24)
-    """Number of recent steps over which the standard deviation is estimated."""
+    """Number of recent steps over which the standard deviation is estimated. Raise it if the guard fires on steps that
+    are no noisier than earlier ones."""
     skip: int = Field(8, ge=3)
-    """Number of steps skipped after a rollback, including the two before the outlier."""
+    """Number of steps skipped after a rollback, including the two before the outlier. Raise it if the next steps are
+    outliers too."""
 
 
 class BatchRampRecipe(Section):
     """Linear ramp of the batch size, in whole samples."""
 
     start: Count
-    """Batch size of the first step, in tokens."""
+    """Batch size of the first step, in tokens. Raise it if the loss is noisy in the first steps."""
     over: DurationField
-    """Length of the ramp; tokens and epochs are counted in full batches."""
+    """Length of the ramp; tokens and epochs are counted in full batches. Raise it if the loss still falls fast at its
+    end."""
 
 
 ONLY_STAGE = "main"  # the name of the stage of a recipe without stages
@@ -138,11 +54,11 @@ class TrainLength(Section):
     """How long something is trained, as exactly one of steps, tokens or epochs."""
 
     steps: Count | None = None
-    """Length in optimizer steps."""
+    """Length in optimizer steps. Set it for trials and comparisons."""
     tokens: Count | None = None
-    """Length in tokens."""
+    """Length in tokens. Set it to pretrain; ``z2a plan`` prints the compute-optimal number."""
     epochs: Positive | None = None
-    """Length in passes over the data."""
+    """Length in passes over the data. Set it to fine-tune on a small corpus."""
 
     @property
     def given_lengths(self) -> list[str]:
@@ -159,22 +75,27 @@ class StageRecipe(TrainLength):
     """One stage of a run, such as long context or annealing. Fields that are not set are as in ``train``."""
 
     name: Slug
-    """Name of the stage. It seeds the sample order, so that every stage draws different samples."""
+    """Name of the stage. It seeds the sample order, so that every stage draws different samples. Leave it once the
+    stage has started."""
     seq_len: Count | None = None
-    """Sequence length. Default: as in ``train``."""
+    """Sequence length. Default: as in ``train``. Set it in a later stage for long context."""
     batch_tokens: Count | None = None
-    """Tokens in one step, over all devices. Default: as in ``train``."""
+    """Tokens in one step, over all devices. Default: as in ``train``. Raise it if the loss of this stage is noisy from
+    step to step."""
     micro_batch_tokens: Count | None = None
-    """Tokens in one forward pass of one device. Default: as in ``train``, unless the stage sets seq_len."""
+    """Tokens in one forward pass of one device. Default: as in ``train``, unless the stage sets seq_len. Set it then to
+    what fits into memory."""
     mixture: dict[SourceReference, Positive] | None = None
-    """Sampling weight of each source. Default: as in ``train``."""
+    """Sampling weight of each source. Default: as in ``train``. Set it in the last stage, to anneal on the best
+    sources."""
     max_epochs: Positive | None = None
-    """Maximum number of epochs of any one source. Default: as in ``train``."""
+    """Maximum number of epochs of any one source. Default: as in ``train``. Set it if the stage gives a small source a
+    large weight."""
     schedule: ScheduleRecipe | None = None
-    """Learning-rate schedule. Default: that of ``train`` in the first stage, then the constant rate at which the
+    """Learning-rate schedule. Default: ``train.schedule`` in the first stage, then the constant rate at which the
     previous stage ended."""
     rope_theta: Positive | None = None
-    """Value of ``model.rope_theta`` from this stage on. A larger one suits longer sequences."""
+    """Value of ``model.rope_theta`` from this stage on. Raise it in a stage with longer sequences."""
     rope_scaling: RopeScaling | None = None
     """Value of ``model.rope_scaling`` from this stage on."""
 
@@ -206,56 +127,58 @@ class ResolvedStage:
 
     @property
     def batch_tokens(self) -> int:
-        return _require_chosen(self.given_batch_tokens, "train.batch_tokens")
+        return require_chosen(self.given_batch_tokens, "train.batch_tokens")
 
 
 class TrainRecipe(TrainLength):
     """How the model is trained. Set the length as exactly one of steps, tokens or epochs, or set stages."""
 
     init: AnyDir | None = None
-    """Pretrained weights to start from: the directory of a run (its newest checkpoint), of one of its checkpoints, or
-    of a Hugging Face model (Llama, Qwen2, Qwen3, Qwen3-MoE) in safetensors. The run begins at step 0 with a new
-    optimizer; ``model`` must be that of the weights. If the tokenizer is an extension of theirs, rows for the new
-    tokens are added. Default: random weights."""
+    """Pretrained weights to start from: the directory of a run (its newest checkpoint), a checkpoint, or a Hugging Face
+    model in safetensors (Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE). ``model`` must match them; tokens of an extended
+    tokenizer get new rows. Set it to fine-tune or to continue pretraining, from step 0 with a new optimizer. Default:
+    random weights."""
     objective: ObjectiveRecipe = ObjectiveRecipe()
     """What the model is trained for."""
     stages: list[StageRecipe] = []
     """Stages of the run, each with its own length; the other fields of ``train`` are their defaults."""
     seq_len: Count = 512
-    """Sequence length: tokens in one sample."""
+    """Sequence length: tokens in one sample. Raise it if documents or conversations are longer and memory allows."""
     batch_tokens: Count | None = None
     """Tokens in one step, over all devices. Default: chosen for the number of tokens; the log and the recipe of the run
-    have the value."""
+    have the value. Raise it if the loss is noisy from step to step, or the network limits the step."""
     micro_batch_tokens: Count | Literal["auto"] | None = None
     """Tokens in one forward pass of one device (micro-batch). The gradient is accumulated over the micro-batches of a
-    step. auto chooses the largest that fits into memory, by the memory estimate and on GPUs by trial; the log and the
-    recipe of the run have the value. Default: one micro-batch, or with pp at most two per pipeline stage."""
+    step. auto chooses the largest that fits into memory; the log and the recipe of the run have the value. Default: one
+    micro-batch, or with pp at most two per pipeline stage. Lower it if memory runs out."""
     batch_ramp: BatchRampRecipe | None = None
     """Ramp the batch size up from a smaller one at the beginning of the run, in its first stage."""
     mixture: dict[SourceReference, Positive] = {}
-    """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size."""
+    """Sampling weight of each source; sources that are not listed are not used. Default: all sources, by size. Set it
+    if a small source matters more than its size."""
     max_epochs: Positive | None = None
-    """With a mixture: maximum number of epochs of any one source in a stage. The other sources fill its share."""
+    """With a mixture: maximum number of epochs of any one source in a stage. The other sources fill its share. Set it,
+    such as to 4, if a small source has a large weight."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Device to train on. auto uses a CUDA GPU if there is one, otherwise the CPU. mps is the GPU of a Mac, for one
-    process; auto does not select it, because no run has been made on one yet."""
+    """Device to train on. auto uses a CUDA GPU if there is one, otherwise the CPU. Set it to mps for the GPU of a Mac,
+    in one process; auto does not select it, because no run has been made on one yet."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype. bf16 and fp16 use autocast with fp32 weights; fp16 also scales the loss. auto selects bf16 if the
     device supports it natively, otherwise fp16 on CUDA GPUs, and fp32 on CPUs and on mps. With the weights of
-    adamw-bf16, auto is bf16 on every device."""
+    adamw-bf16, auto is bf16 on every device. Set it to fp32 to rule out rounding."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto compiles on CUDA; it tries one block first, and if that fails, it
-    warns with the reason and trains without."""
+    warns with the reason and trains without. Turn it off for a run of few steps, and on for a long one on CPU."""
     float8: Float8Scaling | None = None
     """Compute the matrix products of the blocks in float8, with one scale for each tensor (tensorwise, faster) or each
     row (rowwise, closer to bf16). Weights and optimizer stay as they are. It needs torchao and a GPU with float8 (H100,
-    L40S); a CPU emulates it, slowly. Default: off."""
+    L40S); a CPU emulates it. Default: off. Set it if matrix products of a compiled model limit the step."""
     document_mask: bool = False
-    """Mask attention across documents: tokens attend only to their own document, which begins at its end-of-text
-    token. Positions are counted from there."""
+    """Mask attention across documents: tokens attend only to their own document, which starts at its end-of-text token.
+    Positions are counted from there. Turn it on if a long sequence holds many unrelated documents."""
     deterministic: bool = False
-    """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, and
-    asks flash-attn for its deterministic backward."""
+    """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, and asks
+    flash-attn for its deterministic backward. Turn it on if runs on GPUs must match bit by bit."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()
@@ -352,7 +275,7 @@ class TrainRecipe(TrainLength):
 
     @property
     def tokens_per_step(self) -> int:
-        return _require_chosen(self.batch_tokens, "train.batch_tokens")
+        return require_chosen(self.batch_tokens, "train.batch_tokens")
 
     @property
     def effective_micro_batch_tokens(self) -> int:
@@ -371,11 +294,7 @@ class TrainRecipe(TrainLength):
         """The stages with every field filled in; a run without a list of them is one stage called main."""
         # Not validated again: a recipe whose mistakes are being collected may have two lengths.
         main = StageRecipe.model_construct(
-            name=ONLY_STAGE,
-            steps=self.steps,
-            tokens=self.tokens,
-            epochs=self.epochs,
-            schedule=self.schedule,
+            name=ONLY_STAGE, steps=self.steps, tokens=self.tokens, epochs=self.epochs, schedule=self.schedule
         )
         given = self.stages or [main]
         return [self._resolve(stage, first=number == 0) for number, stage in enumerate(given)]
@@ -387,7 +306,7 @@ class TrainRecipe(TrainLength):
             for number, stage in enumerate(self.resolved_stages())
         }
 
-    def _resolve(self, stage: StageRecipe, first: bool) -> ResolvedStage:
+    def _resolve(self, stage: StageRecipe, *, first: bool) -> ResolvedStage:
         # A micro-batch is what fits into memory at one sequence length; another length has to set its own.
         micro = stage.micro_batch_tokens or (None if stage.seq_len else self._given_micro_batch_tokens)
         return ResolvedStage(

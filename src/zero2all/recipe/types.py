@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,17 +21,25 @@ from pydantic import (
     model_validator,
 )
 
-from zero2all.paths import RemotePath, credentials_problem, is_url, to_path
-from zero2all.redact import redact
-from zero2all.units import INT64_LIMIT, Duration, parse_bytes, parse_count
+from zero2all.base.paths import RemotePath, credentials_problem, is_url, to_path
+from zero2all.base.redact import redact
+from zero2all.base.units import INT64_LIMIT, Duration, parse_bytes, parse_count
 
 _TEXT_OR_NUMBER = WithJsonSchema({"type": ["string", "integer", "number"]})
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1), _TEXT_OR_NUMBER]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1), _TEXT_OR_NUMBER]
 DurationField = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str), _TEXT_OR_NUMBER]
+Degree = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
+Chosen = TypeVar("Chosen", int, float)
+
+
+def require_chosen(value: Chosen | None, key: str) -> Chosen:
+    if value is None:
+        raise ValueError(f"{key} is not set: choose it with zero2all.train.hyperparameters")
+    return value
 
 
 def _require_local(path: Any) -> Any:
@@ -89,7 +97,7 @@ class Section(BaseModel):
         return value
 
     def mistakes(self) -> Iterator[Mistake]:
-        """The broken rules of this section, without those of the sections in it."""
+        """The broken rules of this section alone, not of the sections in it."""
         return iter(())
 
     @model_validator(mode="after")

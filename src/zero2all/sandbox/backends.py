@@ -37,7 +37,7 @@ class Launch:
 
     command: list[str]
     env: dict[str, str] | None
-    """None: that of this process; the backend cleans it for the code."""
+    """None: the one of this process; the backend cleans it for the code."""
     rlimits: dict[str, int]
     uid: int | None = None
     """The user that the child changes to."""

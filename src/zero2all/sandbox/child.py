@@ -75,7 +75,7 @@ def install_filter(program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     filters = Program(len(program) // 8, program)
     if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, mode_filter, ctypes.byref(filters)):
-        sys.exit(f"the system call filter was refused: {os.strerror(ctypes.get_errno())}")
+        sys.exit(f"the kernel rejects the system call filter: {os.strerror(ctypes.get_errno())}")
 
 
 def send(stream: int, message: object) -> None:

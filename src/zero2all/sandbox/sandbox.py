@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Literal
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.sandbox.backends import Backend, Launch, Limits, bubblewrap, sandlock, unconfined
 from zero2all.sandbox.seccomp import seccomp_filter
 
@@ -57,7 +57,7 @@ class SandboxProcess:
             self.stdin.flush()
 
     def wait_ready(self, backend: str) -> None:
-        """Wait until it executes the code: the time of the backend is not that of the code."""
+        """Wait until it executes the code: the backend's time does not count."""
         deadline = time.monotonic() + START_SECONDS
         with suppress(TimeoutError):
             if self._take(len(self.mark), deadline) == self.mark:
@@ -170,7 +170,11 @@ def sandbox_process(backend: Backend, limits: Limits) -> Iterator[SandboxProcess
 
 
 def _limits(launch: Launch) -> dict[str, object]:
-    filters = {"own": seccomp_filter(True).hex(), "host": seccomp_filter(False).hex()} if launch.is_confined else None
+    filters = (
+        {"own": seccomp_filter(has_pid_namespace=True).hex(), "host": seccomp_filter(has_pid_namespace=False).hex()}
+        if launch.is_confined
+        else None
+    )
     return {"uid": launch.uid, "filters": filters, "rlimits": launch.rlimits}
 
 
@@ -258,7 +262,7 @@ class Sandbox:
         with sandbox_process(BACKENDS[self.backend], self.limits) as one:
             stdout = Output(one.stdout, self.limits.output + len(one.mark))
             one.start({"role": "script", "code": code})
-            stdout.first.wait(START_SECONDS)  # the time of the backend is not that of the code
+            stdout.first.wait(START_SECONDS)  # the backend's time does not count
             started = time.monotonic()
             timed_out = not ends_within(one.process, self.limits.seconds)
             seconds = time.monotonic() - started
@@ -311,7 +315,7 @@ def _exchange(testing: SandboxProcess, answering: SandboxProcess, deadline: floa
         testing.send(answering.receive(deadline) or _ENDED, deadline)
 
 
-def open_sandbox(limits: Limits = DEFAULT_LIMITS, unsafe: bool = False) -> Sandbox:
+def open_sandbox(limits: Limits = DEFAULT_LIMITS, *, unsafe: bool = False) -> Sandbox:
     """The first of sandlock and bubblewrap that works on this machine; with ``unsafe`` none, if neither does."""
     reasons: list[str] = []
     candidates: tuple[tuple[BackendName, bool, str], ...] = (

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero2all.errors import need
+from zero2all.base.errors import need
 from zero2all.sandbox.backends import PidNamespace
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

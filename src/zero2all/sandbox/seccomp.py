@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 
 MACHINES = ("x86_64", "aarch64")
 _MAX = 2**32 - 1
@@ -32,7 +32,7 @@ Instruction = tuple[int, int, int, int]
 
 
 @cache
-def seccomp_filter(has_pid_namespace: bool, machine: str = platform.machine()) -> bytes:
+def seccomp_filter(*, has_pid_namespace: bool, machine: str = platform.machine()) -> bytes:
     """The filter for a machine."""
     if machine not in MACHINES:
         raise Z2aError(f"the sandbox has no system call numbers of {machine}, only of {' and '.join(MACHINES)}")
@@ -49,13 +49,13 @@ def seccomp_filter(has_pid_namespace: bool, machine: str = platform.machine()) -
     ]
     for name, rule in RULES.items():
         if name in numbers:
-            block = _block(rule, has_pid_namespace)
+            block = _block(rule, has_pid_namespace=has_pid_namespace)
             program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _block(rule: Rule, has_pid_namespace: bool) -> list[Instruction]:
+def _block(rule: Rule, *, has_pid_namespace: bool) -> list[Instruction]:
     checks = rule.namespaced if has_pid_namespace else rule.checks
     denied = (_RETURN, 0, 0, _ERRNO | rule.error)
     if checks is None:
@@ -195,7 +195,7 @@ class SystemCall:
 
     name: str
     numbers: Mapping[str, int]
-    """By machine, where it has the call."""
+    """The number on each machine that has the call."""
     arguments: tuple[str, ...]
     identities: str
     """What it takes of processes, users and groups; empty: nothing."""

@@ -121,7 +121,7 @@ class _Checker:
         readings.append(self._apply(parses[0], self.world))
         best = min(readings, key=lambda reading: len(reading.problems))
         self.world = best.world
-        self.discourse.mention(best.people, best.joint)
+        self.discourse.mention(best.people, joint=best.joint)
         self.problems += [StoryProblem(sentence, problem.kind, problem.message) for problem in best.problems]
 
     def _apply(self, parse: Parse, world: World) -> _Reading:

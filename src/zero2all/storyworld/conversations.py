@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from zero2all.base.package_data import read_package_text
 from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.grammar import Word
 from zero2all.storyworld.language import Language, read_toml
@@ -132,7 +132,7 @@ def generate_conversations(language: str, seed: int, count: int, first: int = 0)
 @cache
 def handwritten_conversations(language: str) -> tuple[StoryConversation, ...]:
     """Conversations that were written for this project, without a grammar."""
-    text = (files("zero2all.storyworld") / HANDWRITTEN / f"{language}.txt").read_text(encoding="utf-8")
+    text = read_package_text(__package__, f"{HANDWRITTEN}/{language}.txt")
     found = []
     for block in text.strip().split("\n\n"):
         messages: list[Message] = []
@@ -154,9 +154,14 @@ class _Writer:
 
     def write(self) -> StoryConversation:
         kinds: dict[ConversationKind, Callable[[], StoryConversation]] = {
-            "question": self._question, "sum": self._sum, "story": self._story, "format": self._format,
-            "refusal": self._refusal, "greeting": self._greeting, "turns": self._turns,
-        }  # fmt: skip
+            "question": self._question,
+            "sum": self._sum,
+            "story": self._story,
+            "format": self._format,
+            "refusal": self._refusal,
+            "greeting": self._greeting,
+            "turns": self._turns,
+        }
         place = self._random.random() * sum(KIND_SHARES.values())
         ends = zip(itertools.accumulate(KIND_SHARES.values()), KIND_SHARES, strict=True)
         return kinds[next(kind for end, kind in ends if place < end)]()
@@ -283,7 +288,7 @@ class _RecordingTeller(Teller):
         places = {word.id: word for word in self.language.words["place"]}
         owned = self.words["o"] if self.world.things.get(self.words["o"].id) is not None else None
         counts = {item: count.number for (person, item), count in self.world.counts.items() if person == hero.id}
-        # Of one item only, so that there is one answer.
+        # About one item only, so that there is one answer.
         item = next(iter(counts)) if len(counts) == 1 else None
         numbers = self.language.numbers
         items = {word.id: word for word in self.language.words["item"]}

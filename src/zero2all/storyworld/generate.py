@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.storyworld.language import Language, chinese_words, english_words, read_toml
 from zero2all.storyworld.plots import CHINESE_PLOTS, ENGLISH_PLOTS, cast
 from zero2all.storyworld.teller import PLOT_PREFERENCE, Teller

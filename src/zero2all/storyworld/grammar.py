@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero2all.storyworld.world import EVENTS, Event
+from zero2all.storyworld.world import EVENTS, StoryEvent
 
 KINDS = {
     "a": "person", "b": "person", "c": "person", "o": "thing", "u": "thing", "x": "place", "y": "place",
@@ -43,7 +43,7 @@ class Word(NamedTuple):
     tags: frozenset[str] = frozenset()
 
 
-class Slot(NamedTuple):
+class PatternSlot(NamedTuple):
     """A gap in a pattern. `pronoun` is the form that may stand for the name, if any."""
 
     role: str
@@ -55,18 +55,19 @@ class Slot(NamedTuple):
 class Pattern:
     """One sentence with slots, and the events it means."""
 
-    parts: tuple[str | Slot, ...]
-    events: tuple[Event, ...]  # their arguments are roles, or words after "="
+    parts: tuple[str | PatternSlot, ...]
+    events: tuple[StoryEvent, ...]  # their arguments are roles, or words after "="
     people: tuple[str, ...]  # roles, in the order of mention; `they` are a and b
     things: tuple[str, ...]
     plural: bool  # has `they`
     joint: bool  # has `they`, or two people joined by "and"
     unnamed: str | None  # the role of a person who occurs only as a pronoun
 
-    def meaning(self, words: Mapping[str, str]) -> list[Event]:
+    def meaning(self, words: Mapping[str, str]) -> list[StoryEvent]:
         """The events, with the ids of the words in their roles."""
         return [
-            Event(name, tuple(arg[1:] if arg[0] == "=" else words[arg] for arg in args)) for name, args in self.events
+            StoryEvent(name, tuple(arg[1:] if arg[0] == "=" else words[arg] for arg in args))
+            for name, args in self.events
         ]
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ def _read_line(line: str, events: str, split: Callable[[str], list[str]]) -> tup
     sentences = split(line + "\n")
     assert "".join(sentences).replace(" ", "") == line.replace(" ", ""), f"not whole sentences: {line}"
     slots = [_slots(sentence) for sentence in sentences]
-    meanings: list[list[Event]] = [[] for _ in sentences]
+    meanings: list[list[StoryEvent]] = [[] for _ in sentences]
     for event in filter(None, events.split(";")):
         name, *words = event.replace("?", "").split()
         assert name in EVENTS, f"no event {name}"
@@ -121,12 +122,12 @@ def _read_line(line: str, events: str, split: Callable[[str], list[str]]) -> tup
         home = [i for i, one in enumerate(slots) if needed <= _roles(one)]
         assert home or "?" in event, f"no sentence of {line!r} has the roles of {event}"
         if home:
-            meanings[home[0]].append(Event(name, args))
+            meanings[home[0]].append(StoryEvent(name, args))
     return tuple(_pattern(*one) for one in zip(sentences, slots, meanings, strict=True))
 
 
-def _slots(sentence: str) -> list[str | Slot]:
-    parts: list[str | Slot] = []
+def _slots(sentence: str) -> list[str | PatternSlot]:
+    parts: list[str | PatternSlot] = []
     end = 0
     for match in _SLOT.finditer(sentence):
         if match.start() > end:
@@ -134,22 +135,22 @@ def _slots(sentence: str) -> list[str | Slot]:
         role, form = match[1], match[2] or ""
         initial = match.start() == 0
         if role in ("They", "they"):
-            parts.append(Slot("they", "Cap" if role == "They" else ""))
+            parts.append(PatternSlot("they", "Cap" if role == "They" else ""))
         elif role.isupper():
-            parts.append(Slot(role.lower(), "", "He" if initial else "he"))
+            parts.append(PatternSlot(role.lower(), "", "He" if initial else "he"))
         else:
-            parts.append(Slot(role, form))
+            parts.append(PatternSlot(role, form))
         end = match.end()
     return [*parts, sentence[end:]] if end < len(sentence) else parts
 
 
-def _roles(parts: list[str | Slot]) -> set[str]:
-    roles = {part.role for part in parts if isinstance(part, Slot)}
+def _roles(parts: list[str | PatternSlot]) -> set[str]:
+    roles = {part.role for part in parts if isinstance(part, PatternSlot)}
     return roles | {"a", "b"} if "they" in roles else roles
 
 
-def _pattern(sentence: str, parts: list[str | Slot], events: list[Event]) -> Pattern:
-    slots = [part for part in parts if isinstance(part, Slot)]
+def _pattern(sentence: str, parts: list[str | PatternSlot], events: list[StoryEvent]) -> Pattern:
+    slots = [part for part in parts if isinstance(part, PatternSlot)]
     mentions = [role for slot in slots for role in (("a", "b") if slot.role == "they" else (slot.role,))]
     people = tuple(dict.fromkeys(role for role in mentions if role in PERSON_ROLES))
     plural = any(slot.role == "they" for slot in slots)
@@ -192,7 +193,7 @@ class Parser:
 
     def __init__(self, groups: Mapping[str, Group], words: Mapping[str, tuple[Word, ...]]) -> None:
         self._words = words
-        self._lexicons: dict[Slot, _Node] = {}
+        self._lexicons: dict[PatternSlot, _Node] = {}
         self._root = _Node()
         for group in groups.values():
             for line in group.lines:
@@ -218,7 +219,7 @@ class Parser:
         if all((pattern.parts, pattern.events) != (other.parts, other.events) for other in node.patterns):
             node.patterns.append(pattern)
 
-    def _lexicon(self, slot: Slot) -> _Node:
+    def _lexicon(self, slot: PatternSlot) -> _Node:
         key = slot._replace(role=role_kind(slot.role))
         if key not in self._lexicons:
             root = self._lexicons[key] = _Node()

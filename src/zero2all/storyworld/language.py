@@ -6,13 +6,13 @@ The words with their forms are made from the lists of its `words.toml`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from zero2all.base.package_data import read_package_table
 from zero2all.storyworld.grammar import Group, Parser, Word, read_groups
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _MARKS = re.compile(r'[.!?。！？"“”]')
 
 def read_toml(language: str, name: str) -> dict[str, Any]:
     """A data file of a language: its words, or the phrases of its conversations."""
-    return tomllib.loads((files(PACKAGE) / language / f"{name}.toml").read_text(encoding="utf-8"))
+    return read_package_table(PACKAGE, f"{language}/{name}.toml")
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,18 @@ def _english_person(name: str, pronoun: str, tags: list[str], species: str | Non
     kid = species or (("girl" if girl else "boy") if "child" in tags else ("woman" if girl else "man"))
     him, his = ("her", "her") if girl else ("him", "his")
     forms = {
-        "": name, "full": f"{name} the {species}" if species else name, "kid": kid, "akid": f"a little {kid}",
-        "he": pronoun, "him": him, "his": his, "himself": f"{him}self", "He": pronoun.capitalize(),
-        "His": his.capitalize(), "they": "they",
-    }  # fmt: skip
+        "": name,
+        "full": f"{name} the {species}" if species else name,
+        "kid": kid,
+        "akid": f"a little {kid}",
+        "he": pronoun,
+        "him": him,
+        "his": his,
+        "himself": f"{him}self",
+        "He": pronoun.capitalize(),
+        "His": his.capitalize(),
+        "they": "they",
+    }
     return Word(name, forms, frozenset({*tags, "girl" if girl else "boy"}))
 
 
@@ -244,8 +252,13 @@ def _chinese_things(things: Lists) -> Iterable[Word]:
         m = about["measure"]
         for full in about["names"].split():
             forms = {
-                "": noun, "full": full, "m": m, "one": f"一{m}{full}", "that": f"那{m}{noun}", "this": f"这{m}{noun}",
-            }  # fmt: skip
+                "": noun,
+                "full": full,
+                "m": m,
+                "one": f"一{m}{full}",
+                "that": f"那{m}{noun}",
+                "this": f"这{m}{noun}",
+            }
             yield _thing(full, noun, forms, about)
 
 

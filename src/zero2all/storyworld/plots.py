@@ -1,6 +1,6 @@
 """The plots: each tells what happens, in the order of its sentences. Most are the same in both languages.
 
-The sentences are those of the language: its pattern files have a group for each call of `tell`.
+The sentences come from the language: its pattern files have a group for each call of `tell`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ def cast(t: Teller) -> None:
     x = t.word("place", "outdoors")
     f = t.word("item", "food")
     t.let(
-        a=a, b=t.word("person", "child", world, *gender, other_than=[a]), c=t.word("person", "elder", world),
-        x=x, y=t.word("place", "outdoors", other_than=[x]), o=t.word("thing"), f=f,
+        a=a,
+        b=t.word("person", "child", world, *gender, other_than=[a]),
+        c=t.word("person", "elder", world),
+        x=x,
+        y=t.word("place", "outdoors", other_than=[x]),
+        o=t.word("thing"),
+        f=f,
         g=t.word("item", "food", other_than=[f]),
-    )  # fmt: skip
+    )
 
 
 def scene(t: Teller, steps: str) -> None:
@@ -38,7 +43,7 @@ def scene(t: Teller, steps: str) -> None:
             t.tell(call)
 
 
-def opening(t: Teller, trait: bool = True) -> None:
+def opening(t: Teller, *, trait: bool = True) -> None:
     if t.chance(0.5):
         scene(t, "open_at a x; trait a? 0.4" if trait else "open_at a x")
     else:

@@ -141,7 +141,7 @@ class Teller:
             parts.append(words[part.role].forms[form])
         self._pronouns = pronouns
         self.sentences.append("".join(parts))
-        self._discourse.mention(people, pattern.joint)
+        self._discourse.mention(people, joint=pattern.joint)
 
     def _may_be_pronoun(self, person: Word) -> bool:
         """Not after two pronouns, and not if the sentence before has another person of the same pronoun."""

@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     message: str
 
 
-class Event(NamedTuple):
+class StoryEvent(NamedTuple):
     """What a sentence says happens: `give`, `("Mia", "Tom", "red kite")`."""
 
     name: str
@@ -84,7 +84,7 @@ class World:
     right_sums: int = 0
     problems: list[Problem] = field(default_factory=list)
 
-    def apply(self, events: Iterable[Event], people: Iterable[str], things: Iterable[str]) -> list[Problem]:
+    def apply(self, events: Iterable[StoryEvent], people: Iterable[str], things: Iterable[str]) -> list[Problem]:
         """Apply the events of one sentence that mentions these people and things."""
         self.problems = []
         introduced = {event.args[-1] for event in events if event.name in INTRODUCTIONS}
@@ -237,7 +237,7 @@ class World:
     def count(self, person: str, item: str, number: str) -> None:
         known = self.counts.get((person, item))
         if known and known.derived:
-            self._sum(known.number == int(number))
+            self._sum(right=known.number == int(number))
         elif known and known.number != int(number):
             self._problem(ProblemKind.COUNT, f"{person} has {known.number} {item}, not {number}")
         self.counts[person, item] = Count(int(number))
@@ -253,7 +253,7 @@ class World:
             self.counts[person, item] = Count(max(0, known.number - int(number)), derived=True)
 
     def add(self, first: str, second: str, total: str) -> None:
-        self._sum(int(first) + int(second) == int(total))
+        self._sum(right=int(first) + int(second) == int(total))
 
     def ask(self, first: str, second: str) -> None:
         self.question = int(first) + int(second)
@@ -263,9 +263,9 @@ class World:
 
     def answer(self, number: str) -> None:
         if self.question is not None:
-            self._sum(int(number) == self.question)
+            self._sum(right=int(number) == self.question)
 
-    def _sum(self, right: bool) -> None:
+    def _sum(self, *, right: bool) -> None:
         self.sums += 1
         self.right_sums += right
 
@@ -312,7 +312,7 @@ class Discourse:
         self.pair: tuple[str, str] | None = None
         self.people: tuple[str, ...] = ()
 
-    def mention(self, people: tuple[str, ...], joint: bool) -> None:
+    def mention(self, people: tuple[str, ...], *, joint: bool) -> None:
         """A sentence has mentioned these people, in this order; `joint` if it is about two of them."""
         if people:
             self.topic, self.people = None if joint else people[0], people

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import tokenizers
 
-from zero2all.console import warn
-from zero2all.engine import available_cores
-from zero2all.errors import UsageError, Z2aError, need
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError, Z2aError, need
+from zero2all.base.tasks import available_cores
 from zero2all.tokenizer.tokenizer_json import TextVocabulary
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]

@@ -25,8 +25,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero2all.errors import Z2aError
-from zero2all.limited_process import LimitedProcess
+from zero2all.base.errors import Z2aError
+from zero2all.base.limited_process import LimitedProcess
 from zero2all.tokenizer import template_child
 from zero2all.tokenizer.template_child import BEGIN_GENERATION, END_GENERATION
 from zero2all.tokenizer.vocabulary import split_special
@@ -64,14 +64,15 @@ class ChatTemplate:
     markers: frozenset[str]
     """The special tokens of the vocabulary."""
     variables: Mapping[str, Any]
-    """Such as ``eos_token``."""
+    """Variables of the template, such as ``eos_token``."""
     name: str = "the chat template"
-    """As messages call it."""
+    """The name in messages."""
 
     def render(
         self,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
+        *,
         add_generation_prompt: bool = False,
         mark_generated: bool = True,
     ) -> RenderedChat:
@@ -126,7 +127,7 @@ class _HiddenChat(NamedTuple):
 
 
 def _to_json(messages: Any, tools: Any) -> str:
-    """As one line."""
+    """Messages and tools as one line."""
     try:
         return json.dumps([messages, tools], ensure_ascii=False)
     except (TypeError, ValueError) as error:

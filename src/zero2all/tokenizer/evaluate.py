@@ -1,13 +1,11 @@
-"""``z2a tokenizer eval``: compare tokenizers on text, also those of other projects, as a table and as a chart."""
+"""``z2a tokenizer eval``: compare tokenizers on text, also tokenizers of other projects, as a table and as a chart."""
 
 from __future__ import annotations
 
 import json
 import random
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 
@@ -16,14 +14,15 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from zero2all.charts.svg import Bar, bar_svg
-from zero2all.console import progress
-from zero2all.errors import Z2aError
-from zero2all.io import read_json
+from zero2all.base.charts.svg import Bar, bar_svg
+from zero2all.base.console import progress
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json
+from zero2all.base.package_data import read_package_table
 
 RANDOM_STRINGS = 2000
 BATCH_TEXTS = 64
-PROBES: dict[str, list[str]] = tomllib.loads((files("zero2all.tokenizer") / "probes.toml").read_text(encoding="utf-8"))
+PROBES: dict[str, list[str]] = read_package_table(__package__, "probes.toml")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class TokenizerMetrics:
     vocab_size: int
     domains: dict[str, DomainMetrics]
     tokens_per_word: dict[str, float]
-    """By kind of word."""
+    """Tokens per word by kind of word."""
     unused_tokens: int
     """Tokens that occur in no text."""
     random_bytes_back: float
@@ -84,11 +83,11 @@ class TokenizerMetrics:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TokenizerEvaluation:
     tokenizers: dict[str, TokenizerMetrics]
 
 
-def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[str]]) -> Evaluation:
+def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[str]]) -> TokenizerEvaluation:
     """Metrics of each tokenizer on each domain of text, and on fixed names, numbers and code."""
     loaded = {name: PlainTokenizer.load(path) for name, path in paths.items()}
     for domain, documents in texts.items():
@@ -110,7 +109,7 @@ def evaluate_tokenizers(paths: Mapping[str, Path], texts: Mapping[str, Sequence[
                 unused_tokens=len(tokenizer.text_ids - used),
                 random_bytes_back=_random_bytes_round_trip(tokenizer),
             )
-    return Evaluation(measured)
+    return TokenizerEvaluation(measured)
 
 
 def _measure_domain(
@@ -147,7 +146,7 @@ def _random_bytes_round_trip(tokenizer: PlainTokenizer) -> float:
     return sum(map(tokenizer.round_trips, texts, encoded)) / len(texts)
 
 
-def render_table(evaluation: Evaluation) -> str:
+def render_table(evaluation: TokenizerEvaluation) -> str:
     """One row per metric, one column per tokenizer."""
     measured = evaluation.tokenizers
     table = Table(box=MARKDOWN)
@@ -175,7 +174,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.5g}%"
 
 
-def render_svg(evaluation: Evaluation) -> str:
+def render_svg(evaluation: TokenizerEvaluation) -> str:
     """Bytes per token of each domain, one bar per tokenizer: the higher, the fewer tokens for the same text."""
     measured = evaluation.tokenizers
     bars = [

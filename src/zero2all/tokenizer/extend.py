@@ -1,7 +1,7 @@
 """``z2a tokenizer extend``: add tokens learned from new text to a vocabulary. Every old id keeps its meaning.
 
 New merges come after all old ones, so a text is tokenized as before and then merged further. New ids come after all old
-ones, also those of special tokens, so a model keeps its rows and gets new ones (``zero2all.model.grow_embeddings``).
+ones, also after special tokens, so a model keeps its rows and gets new ones (``zero2all.model.grow_embeddings``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from zero2all.console import progress
-from zero2all.errors import UsageError
-from zero2all.io import atomic_dir, checksums, fingerprint, write_json, write_manifest
+from zero2all.base.console import progress
+from zero2all.base.errors import UsageError
+from zero2all.base.io import atomic_dir, fingerprint, write_json
+from zero2all.base.manifest import checksums, write_manifest
 from zero2all.recipe import TokenizerRecipe
 from zero2all.tokenizer.manifest import KIND, ExtendedTokenizer, is_other_tokenizer
 from zero2all.tokenizer.merge import learn_merges, merge_memory
@@ -31,10 +32,12 @@ from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, added_token
 from zero2all.tokenizer.sentencepiece_vocabulary import extended_model, learn_pieces
 from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet, reserved_tokens
-from zero2all.tokenizer.word_count import PretokenizeConfig, SpillWriter, aggregate_counts
+from zero2all.tokenizer.word_count import AggregationLimits, PretokenizeConfig, SpillWriter, aggregate_counts
 
 SIZE_MULTIPLE = 64  # vocabulary rows, for fast matrix kernels
 BATCH_TEXTS = 256
+MIN_FREQUENCY = 2  # of a pair that is merged
+MAX_MEMORY = 2 << 30
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 Characters = Literal["any", "chinese"]
 # Han, CJK punctuation and full-width forms. Quotes and dashes are not among them: English text has the same ones.
@@ -48,8 +51,6 @@ def extend_tokenizer(
     texts: Iterable[str],
     num_new_tokens: int,
     out: Path,
-    min_frequency: int = 2,
-    max_memory: int = 2 << 30,
     before_replace: Callable[[], None] = lambda: None,
     characters: Characters = "any",
 ) -> ExtendedTokenizer:
@@ -64,10 +65,10 @@ def extend_tokenizer(
     learn = learn_pieces if old.vocabulary.is_sentencepiece else _learn_tokens
     work = out.with_name(f"{out.name}.work")
     try:
-        trained_on_bytes = _count_words(old, texts, work, max_memory, characters)
+        trained_on_bytes = _count_words(old, texts, work, characters)
         words, counts = _read_words(work / "words.arrow")
         with progress(f"learning {num_new_tokens} tokens", num_new_tokens) as advance:
-            names, merges = learn(old, words, counts, num_new_tokens, min_frequency, advance)
+            names, merges = learn(old, words, counts, num_new_tokens, MIN_FREQUENCY, advance)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     definition = _extended_definition(old, names, merges)
@@ -93,11 +94,11 @@ def extend_tokenizer(
     return manifest
 
 
-def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: int, characters: Characters) -> int:
+def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, characters: Characters) -> int:
     """Count the words of the texts into ``words.arrow``; returns the bytes of the texts."""
     work.mkdir(parents=True, exist_ok=True)
     config = PretokenizeConfig(_counting_pattern(old), TokenizerRecipe().max_han_run, 1.0)
-    spills = SpillWriter(work / "new", config, character_classes(), max_memory // 4)
+    spills = SpillWriter(work / "new", config, character_classes(), MAX_MEMORY // 4)
     size, rest = 0, iter(texts)
     with progress("counting words") as advance:
         while batch := list(itertools.islice(rest, BATCH_TEXTS)):
@@ -107,10 +108,8 @@ def _count_words(old: Tokenizer, texts: Iterable[str], work: Path, max_memory: i
             spills.count(pa.array(batch, pa.large_string()), np.ones(len(batch), bool))
             size += sum(len(text.encode()) for text in batch)
     spills.spill()
-    memory_budget = max_memory // 2
-    aggregate_counts(
-        spills.paths, spills.row_count, work / "words.arrow", merge_memory, memory_budget, 0, max_memory // 4
-    )
+    limits = AggregationLimits(merge_memory, budget=MAX_MEMORY // 2, table_memory=MAX_MEMORY // 4)
+    aggregate_counts(spills.paths, spills.row_count, work / "words.arrow", limits)
     return size
 
 

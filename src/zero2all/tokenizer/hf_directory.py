@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from zero2all.io import atomic_path, write_json, write_text
+from zero2all.base.io import atomic_path, write_json, write_text
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -59,8 +59,10 @@ def without_begin_token(definition: bytes, name: str, id: int) -> bytes:
 
 
 def _begin_processor(name: str, id: int) -> str:
-    token, first, second = ({kind: {"id": value, "type_id": type_id}} for kind, value, type_id in
-                            (("SpecialToken", name, 0), ("Sequence", "A", 0), ("Sequence", "B", 1)))  # fmt: skip
+    token, first, second = (
+        {kind: {"id": value, "type_id": type_id}}
+        for kind, value, type_id in (("SpecialToken", name, 0), ("Sequence", "A", 0), ("Sequence", "B", 1))
+    )
     return json.dumps(
         {
             "type": "TemplateProcessing",

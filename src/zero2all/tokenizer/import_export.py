@@ -11,17 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zero2all.errors import Z2aError
-from zero2all.io import (
-    atomic_dir,
-    checksums,
-    fingerprint,
-    read_json_object,
-    read_regular,
-    write_json,
-    write_manifest,
-    write_text,
-)
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import atomic_dir, fingerprint, read_json_object, read_regular, write_json, write_text
+from zero2all.base.manifest import checksums, write_manifest
 from zero2all.tokenizer.backends import parity_texts
 from zero2all.tokenizer.hf_directory import write_hf_directory
 from zero2all.tokenizer.manifest import KIND, ImportedTokenizer, is_other_tokenizer
@@ -42,8 +34,8 @@ class _Source:
 def import_tokenizer(source: Path, out: Path, before_replace: Callable[[], None] = lambda: None) -> ImportedTokenizer:
     """Make ``out`` a tokenizer directory of a sentencepiece ``.model`` or of a Hugging Face directory.
 
-    It is refused if text does not decode to itself, or if it is a sentencepiece model, the package is installed, and
-    the ids differ from those of the package. ``before_replace`` is called before another tokenizer in ``out`` is
+    Fails if text does not decode to itself, or if ``source`` is a sentencepiece model, the package is installed, and
+    the ids differ from the package's. ``before_replace`` is called before another tokenizer in ``out`` is
     replaced, and may raise.
     """
     found = _read_source(source)

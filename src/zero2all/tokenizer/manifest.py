@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.io import sha256_file
+from zero2all.base.io import sha256_file
 from zero2all.tokenizer.word_count import WordCounts
 
 KIND = "tokenizer"
@@ -39,7 +39,7 @@ class TokenizerManifest:
     """Name of the pattern, a regular expression, or ``sentencepiece-`` and the algorithm."""
     trained_on_bytes: int
     counted: WordCounts | None
-    """Of the trainer ``zero2all``."""
+    """The counts of the trainer ``zero2all``."""
     files: dict[str, str]
     """sha256 by name."""
 
@@ -76,7 +76,7 @@ class ImportedTokenizer:
     vocab_size: int
     special_tokens: list[str]
     compared_with_sentencepiece: int
-    """Number of texts on which the ids equal those of the sentencepiece package."""
+    """Number of texts on which the ids equal the sentencepiece package's."""
     files: dict[str, str]
 
 

@@ -1,6 +1,6 @@
 """Stage two of training: merges from counted words.
 
-The merges equal those of the Hugging Face trainer, ties included, with two differences that only show at scale: counts
+The merges equal the Hugging Face trainer's, ties included, with two differences that only show at scale: counts
 have 64 bits (theirs have 32), and memory is a known multiple of the input words.
 """
 
@@ -16,25 +16,22 @@ from numpy.typing import NDArray
 
 from zero2all.tokenizer.pair_heap import grow_heap, new_heap
 from zero2all.tokenizer.pair_index import (
-    NO_NODE,
     WORD,
     Words,
     apply_changes,
     build_word_lists,
-    clear_word_lists,
     copy_pairs,
     count_pairs,
-    grow_word_lists,
     merge_pair_in_words,
     new_changes,
     new_pair_table,
-    new_word_lists,
     pop_most_frequent,
     prune_lists,
     push_all,
     sum_by_bucket,
 )
 from zero2all.tokenizer.vocabulary import byte_alphabet
+from zero2all.tokenizer.word_lists import NO_NODE, clear_word_lists, grow_word_lists, new_word_lists
 
 MAX_INDEXED_PAIRS = 1 << 19  # approximate
 SUM_BUCKETS = 1 << 22  # for sums of pairs
@@ -60,7 +57,7 @@ def merge_memory(words: int, symbols: int) -> int:
 
 
 def read_words(path: Path, vocab_size: int) -> Words:
-    """The words that ``word_count.aggregate_counts`` wrote, as symbols; ``vocab_size`` is that of the final vocabulary.
+    """The words that ``word_count.aggregate_counts`` wrote, as symbols; ``vocab_size`` is the final one.
 
     Symbols are as small as it allows, so that more of them fit into a cache line.
     """
@@ -120,14 +117,14 @@ def learn_merges(
             ids[token] = len(tokens)
             tokens.append(token)
         merges.append(Merge(left, right, count))
-        index.merge(left, right, ids[token], head, is_new)
+        index.merge(left, right, ids[token], head, is_new=is_new)
         if len(merges) % PROGRESS_EVERY == 0:
             advance(PROGRESS_EVERY)
     return merges
 
 
 class PairIndex:
-    """The arrays of ``pair_index``, grown where needed; ``vocab_size`` is that of the final vocabulary."""
+    """The arrays of ``pair_index``, grown where needed; ``vocab_size`` is the final one."""
 
     def __init__(self, words: Words, vocab_size: int) -> None:
         self.words = words
@@ -179,7 +176,7 @@ class PairIndex:
                 return entry
             self._build()
 
-    def merge(self, left: int, right: int, new: int, head: int, is_new: bool) -> None:
+    def merge(self, left: int, right: int, new: int, head: int, *, is_new: bool) -> None:
         node = head
         while (node := merge_pair_in_words(self.words, self.lists, self.changes, left, right, new, node)) != NO_NODE:
             self._free_nodes()

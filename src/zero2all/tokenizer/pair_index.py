@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from zero2all.tokenizer.jit import jit, jit_inline, prefetch
 from zero2all.tokenizer.pair_heap import PairHeap, heap_push, remove_top, sift_down
+from zero2all.tokenizer.word_lists import NO_NODE, WordLists, free_list, free_node, prepend_word
 
 EMPTY = -1  # key of a slot of the hash table without a pair
-NO_NODE = -1  # end of a list
 LEFT, RIGHT = range(2)  # the side of a merged pair on which a neighbour is
 PREFETCH_SYMBOLS, PREFETCH_ROWS = 20, 40  # prefetch distance, in words of a list
 
@@ -27,7 +27,6 @@ Records = NDArray[np.void]
 
 WORD = np.dtype([("start", np.int64), ("length", np.int64), ("count", np.int64)], align=True)
 PAIR = np.dtype([("key", np.int64), ("count", np.int64), ("occurrences", np.uint32), ("head", np.int32)], align=True)
-NODE = np.dtype([("word", np.int32), ("next", np.int32)], align=True)
 CHANGE = np.dtype(
     [("gained", np.int64), ("lost", np.int64), ("head", np.int32), ("tail", np.int32), ("num_words", np.int32)],
     align=True,
@@ -40,27 +39,16 @@ class Words(NamedTuple):
     symbols: Symbols
     """Token ids."""
     rows: Records
-    """Of WORD."""
+    """A WORD for each word."""
 
 
 class PairTable(NamedTuple):
     """A hash table with open addressing, at most three quarters full."""
 
     slots: Records
-    """Of PAIR: ``occurrences`` in distinct words, and ``head`` of the list of those words, matter only while the index
-    is built; then the heap has the lists."""
+    """A PAIR in each. ``occurrences`` in distinct words and ``head`` of the list of these words matter only while the
+    index is built; then the heap has the lists."""
     size: NDArray[np.int64]
-
-
-class WordLists(NamedTuple):
-    """Linked lists of words in a common pool of nodes. Nodes that were freed are a list too."""
-
-    nodes: Records
-    """Of NODE."""
-    num_used: NDArray[np.int64]
-    """Nodes from here on have never been used."""
-    num_free: NDArray[np.int64]
-    free_head: NDArray[np.int64]
 
 
 class MergeChanges(NamedTuple):
@@ -70,9 +58,9 @@ class MergeChanges(NamedTuple):
     """
 
     by_neighbour: Records
-    """Of CHANGE, by side and token; ``head``, ``tail`` and ``num_words`` are of the words of the new pair."""
+    """A CHANGE for each side and token; ``head``, ``tail`` and ``num_words`` describe the words of the new pair."""
     losing: NDArray[np.int32]
-    """By side, the neighbours with a loss, ``num_losing`` of them."""
+    """The neighbours with a loss on each side, ``num_losing`` of them."""
     num_losing: NDArray[np.int64]
     gaining: NDArray[np.int32]
     num_gaining: NDArray[np.int64]
@@ -91,19 +79,6 @@ def new_pair_table(num_slots: int) -> PairTable:
     slots = np.zeros(num_slots, PAIR)
     slots["key"] = EMPTY
     return PairTable(slots, np.zeros(1, np.int64))
-
-
-def new_word_lists(capacity: int) -> WordLists:
-    return WordLists(np.empty(capacity, NODE), np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, NO_NODE))
-
-
-def grow_word_lists(lists: WordLists, capacity: int) -> WordLists:
-    return lists._replace(nodes=np.resize(lists.nodes, capacity))
-
-
-def clear_word_lists(lists: WordLists) -> None:
-    lists.num_used[0] = lists.num_free[0] = 0
-    lists.free_head[0] = NO_NODE
 
 
 def new_changes(vocab_size: int) -> MergeChanges:
@@ -179,38 +154,6 @@ def count_pairs(words: Words, pairs: PairTable, sums: NDArray[np.int64], floor: 
                 pair.occurrences += 1
         word += 1
     return word
-
-
-@jit_inline
-def prepend_word(lists: WordLists, word: int, head: int) -> int:
-    """Prepend a word to a list; returns the new head. The caller ensures capacity."""
-    node = lists.free_head[0]
-    if node != NO_NODE:
-        lists.free_head[0] = lists.nodes[node].next
-        lists.num_free[0] -= 1
-        prefetch(lists.nodes, lists.free_head[0])
-    else:
-        node = lists.num_used[0]
-        lists.num_used[0] += 1
-    lists.nodes[node].word = word
-    lists.nodes[node].next = head
-    return int(node)
-
-
-@jit_inline
-def free_node(lists: WordLists, node: int) -> int:
-    """Free a node; returns the next one."""
-    after = int(lists.nodes[node].next)
-    lists.nodes[node].next = lists.free_head[0]
-    lists.free_head[0] = node
-    lists.num_free[0] += 1
-    return after
-
-
-@jit
-def free_list(lists: WordLists, node: int) -> None:
-    while node != NO_NODE:
-        node = free_node(lists, node)
 
 
 @jit

@@ -21,8 +21,8 @@ from contextlib import suppress
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from zero2all.errors import UsageError
-from zero2all.processes import end_with_parent
+from zero2all.base.errors import UsageError
+from zero2all.base.processes import end_with_parent
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 
 MAX_PATTERN_CHARACTERS = 4096
@@ -95,7 +95,7 @@ def find_backtracking(find_gaps: Callable[[str], object], pattern: str) -> str |
             where = f" before {end[0]!r}" if end else ""
             return (
                 f"splitting {repeated!r} repeated n times{where} takes more than linear time: two quantifiers "
-                "in sequence must not match the same characters, and what an alternative has matched before it fails "
+                "in sequence must not match the same characters, and what an alternative matches before it fails "
                 "must be matched at once by a later one"
             )
     return None

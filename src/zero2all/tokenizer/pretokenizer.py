@@ -155,9 +155,5 @@ def han_split_end(data: NDArray[np.uint8], pos: int, end: int, classes: NDArray[
 
 
 WHOLE_TEXT = (WHOLE, 0)
-PATTERN_RULES: dict[str, tuple[int, int]] = {
-    "zh-en-code": (QWEN, 3),
-    "qwen2": (QWEN, 1),
-    "gpt2": (GPT2, 1 << 30),
-}
+PATTERN_RULES: dict[str, tuple[int, int]] = {"zh-en-code": (QWEN, 3), "qwen2": (QWEN, 1), "gpt2": (GPT2, 1 << 30)}
 """For each of ``PATTERNS``: its rule family, and the largest number of digits in a word."""

@@ -1,7 +1,7 @@
 """Read, convert and extend a ``.model`` file of sentencepiece, a protobuf message, without the package that made it.
 
 The file is of unknown origin: every length is checked before it is used, nothing in it is executed, and a model whose
-text would not survive a round trip is refused. Our encoder and every consumer of Hugging Face's format read it as
+text would not survive a round trip is an error. Our encoder and every consumer of Hugging Face's format read it as
 ``tokenizer.json``.
 """
 
@@ -15,8 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from zero2all.errors import Z2aError
-from zero2all.io import read_regular
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_regular
 from zero2all.tokenizer.tokenizer_json import SPACE_MARK, Json, byte_token
 
 MODEL_FILE = "tokenizer.model"
@@ -44,7 +44,7 @@ class PieceType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentencePiece:
     text: str
     score: float
     type: PieceType = PieceType.NORMAL
@@ -54,17 +54,17 @@ class Piece:
 class SentencePieceModel:
     """What a model does with text."""
 
-    pieces: list[Piece]
-    """By id."""
+    pieces: list[SentencePiece]
+    """The pieces by id."""
     algorithm: Literal["unigram", "bpe"]
     dummy_prefix: bool
     """A space is put before each text."""
     named_tokens: dict[str, str]
-    """By role, such as ``eos_token``."""
+    """Token names by role, such as ``eos_token``."""
 
 
 def read_model(path: Path) -> SentencePieceModel:
-    """Read a ``.model`` file; one that cannot be used is refused with the reason."""
+    """Read a ``.model`` file; fails with the reason if it cannot be used."""
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise _unusable(path, f"it has {size} bytes, more than a vocabulary can have")
@@ -73,7 +73,7 @@ def read_model(path: Path) -> SentencePieceModel:
 
 def parse_model(path: Path, data: bytes) -> SentencePieceModel:
     """``data`` is what ``path`` holds."""
-    pieces: list[Piece] = []
+    pieces: list[SentencePiece] = []
     specs: dict[int, Fields] = {TRAINER_SPEC: {}, NORMALIZER_SPEC: {}}
     try:
         for number, value in _fields(data):
@@ -89,20 +89,20 @@ def parse_model(path: Path, data: bytes) -> SentencePieceModel:
     dummy_prefix = bool(_number(normalizer, DUMMY_PREFIX, 1))
     if algorithm is None:
         raise _unusable(path, "it is neither a BPE nor a unigram model")
-    if (problem := next(_problems(pieces, trainer, normalizer, dummy_prefix), None)) is not None:
+    if (problem := next(_problems(pieces, trainer, normalizer, dummy_prefix=dummy_prefix), None)) is not None:
         raise _unusable(path, problem)
     controls = {piece.text for piece in pieces if piece.type in (PieceType.CONTROL, PieceType.UNKNOWN)}
     named = {role: name for role, name in names.items() if name in controls}
     return SentencePieceModel(pieces, algorithm, dummy_prefix, named)
 
 
-def append_pieces(data: bytes, pieces: Iterable[Piece], vocab_size: int) -> bytes:
+def append_pieces(data: bytes, pieces: Iterable[SentencePiece], vocab_size: int) -> bytes:
     """A model with more pieces: protobuf joins a list from wherever its elements are, so they can follow at the end."""
     added = b"".join(_field(PIECES, _piece_message(piece)) for piece in pieces)
     return data + added + _field(TRAINER_SPEC, _varint_bytes(VOCAB_SIZE << 3 | VARINT) + _varint_bytes(vocab_size))
 
 
-def _problems(pieces: list[Piece], trainer: Fields, normalizer: Fields, dummy_prefix: bool) -> Iterator[str]:
+def _problems(pieces: list[SentencePiece], trainer: Fields, normalizer: Fields, *, dummy_prefix: bool) -> Iterator[str]:
     """Why it cannot be used; the first reason is enough."""
     texts = [piece.text for piece in pieces]
     types = {piece.type for piece in pieces}
@@ -129,16 +129,16 @@ def _problems(pieces: list[Piece], trainer: Fields, normalizer: Fields, dummy_pr
         yield f"it does not write a space as {SPACE_MARK} before a word"
 
 
-def _piece(message: bytes) -> Piece:
+def _piece(message: bytes) -> SentencePiece:
     fields = dict(_fields(message))
     score = fields.get(SCORE, b"\0\0\0\0")
     if not isinstance(score, bytes) or len(score) != 4:
         raise ValueError("the score of a piece is no float")
     type = PieceType(_number(fields, TYPE, PieceType.NORMAL))
-    return Piece(_text(fields, TEXT, ""), struct.unpack("<f", score)[0], type)
+    return SentencePiece(_text(fields, TEXT, ""), struct.unpack("<f", score)[0], type)
 
 
-def _piece_message(piece: Piece) -> bytes:
+def _piece_message(piece: SentencePiece) -> bytes:
     score = _varint_bytes(SCORE << 3 | FIXED32) + struct.pack("<f", piece.score)
     return _field(TEXT, piece.text.encode()) + score + _varint_bytes(TYPE << 3 | VARINT) + _varint_bytes(piece.type)
 
@@ -241,7 +241,7 @@ def to_tokenizer_json(model: SentencePieceModel) -> Json:
     }
 
 
-def added_token(id: int, name: str, special: bool) -> Json:
+def added_token(id: int, name: str, *, special: bool) -> Json:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
     return {"id": id, "content": name, **flags}
 

@@ -2,7 +2,7 @@
 
 ``tokenizer.trainer: sentencepiece-bpe`` and ``-unigram`` train one; ``z2a tokenizer extend`` extends one like LLaMA's.
 
-The package holds all text in memory, so it gets as many documents as fit. The settings are those of LLaMA's vocabulary
+The package holds all text in memory, so it gets as many documents as fit. The settings are from LLaMA's vocabulary
 (no normalization, byte fallback, single digits), but without a space before each text: so every text round-trips, also
 after a special token.
 
@@ -24,17 +24,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zero2all.console import progress, say
-from zero2all.errors import UsageError, Z2aError, need
-from zero2all.paths import arrow_source
+from zero2all.base.console import progress, say
+from zero2all.base.errors import UsageError, Z2aError, need
+from zero2all.base.paths import arrow_source
+from zero2all.base.records import DocumentsManifest
+from zero2all.base.units import show_bytes
 from zero2all.recipe import TokenizerRecipe
-from zero2all.records import DocumentsManifest
 from zero2all.tokenizer.manifest import LearnedVocabulary
 from zero2all.tokenizer.merge import Merge, learn_merges
 from zero2all.tokenizer.pair_index import Words, new_words
 from zero2all.tokenizer.sentencepiece_model import (
-    Piece,
     PieceType,
+    SentencePiece,
     append_pieces,
     parse_model,
     piece_merges,
@@ -44,7 +45,6 @@ from zero2all.tokenizer.tokenizer import Tokenizer
 from zero2all.tokenizer.tokenizer_json import BYTE_TOKEN, SPACE_MARK
 from zero2all.tokenizer.vocabulary import UNKNOWN, reserved_tokens
 from zero2all.tokenizer.word_count import BATCH_DOCUMENTS, select_documents
-from zero2all.units import show_bytes
 
 MEMORY_PER_BYTE = 28  # of text: 26 measured for Chinese, 9 for English (python -m benchmarks sentencepiece_memory)
 PROCESS_MEMORY = 300 << 20
@@ -123,7 +123,7 @@ def _filled_up(data: bytes, vocab_size: int, special: tuple[str, ...], used: int
     """The model relies on the size, so a text too small to fill it leaves reserved names for later use."""
     learned = len(parse_model(Path("tokenizer.model"), data).pieces)
     names = [name for name in reserved_tokens(vocab_size) if name not in special][: vocab_size - learned]
-    data = append_pieces(data, [Piece(name, 0.0, PieceType.CONTROL) for name in names], vocab_size)
+    data = append_pieces(data, [SentencePiece(name, 0.0, PieceType.CONTROL) for name in names], vocab_size)
     model = parse_model(Path("tokenizer.model"), data)
     all_special = [piece.text for piece in model.pieces if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL)]
     definition = json.dumps(to_tokenizer_json(model), ensure_ascii=False, indent=1).encode()
@@ -149,7 +149,7 @@ def learn_pieces(
 ) -> tuple[list[str], list[list[str]]]:
     """The names of new tokens, and all merges of the vocabulary."""
     characters = _missing_characters(old, words, counts)
-    # No merge may make a token that is not text, or a byte: their bytes are not those of a text.
+    # No merge may make a token that is not text, or a byte: their bytes are not a text's.
     tokens = [b"\xff%d" % id for id in range(old.vocab_size)]
     for name, id in old.vocabulary.ids.items():
         if not BYTE_TOKEN.fullmatch(name):
@@ -220,8 +220,8 @@ def _merge_candidates(merges: list[Merge], tokens: list[bytes], first_merged: in
 
 
 def extended_merges(old: Tokenizer, pieces: list[str]) -> list[list[str]]:
-    """All merges: those of new pieces follow the old ones; an old piece that can be made of new ones too keeps its
-    rank. So the ids are those of sentencepiece, which joins whatever becomes a piece, the best piece first."""
+    """All merges: merges of new pieces follow the old ones; an old piece that can be made of new ones too keeps its
+    rank. So the ids equal sentencepiece's, which joins whatever becomes a piece, the best piece first."""
     merges = old.vocabulary.merges
     old_pieces = [name for name in old.vocabulary.ids if not BYTE_TOKEN.fullmatch(name)]
     known, new = {*old_pieces, *pieces}, set(pieces)
@@ -246,9 +246,9 @@ def extended_model(path: Path, old: Tokenizer, new: Tokenizer) -> bytes:
     special, added = set(new.special_ids.values()), []
     for id in range(old.vocab_size, new.vocab_size):
         if id in special:
-            added.append(Piece(names[id], 0.0, PieceType.CONTROL))
+            added.append(SentencePiece(names[id], 0.0, PieceType.CONTROL))
             continue
         # Below all others, also where a float is too coarse for a difference of 1.
         score = min(score - np.float32(1), np.nextafter(score, np.float32(-np.inf)))
-        added.append(Piece(names[id], float(score)))
+        added.append(SentencePiece(names[id], float(score)))
     return append_pieces(data, added, new.vocab_size)

@@ -78,12 +78,12 @@ class Rendering:
         self._messages = messages
 
     def whole(self, add_generation_prompt: bool, mark_generated: bool) -> tuple[str, Ranges]:
-        text, generated = self._render(len(self._messages), add_generation_prompt)
+        text, generated = self._render(len(self._messages), add_generation_prompt=add_generation_prompt)
         if mark_generated and not self._template.marks_generation:
             generated = self._find_generated(text)
         return text, generated
 
-    def _render(self, count: int, add_generation_prompt: bool) -> tuple[str, Ranges]:
+    def _render(self, count: int, *, add_generation_prompt: bool) -> tuple[str, Ranges]:
         """The text of the first messages, and the ranges inside the tags for generation."""
         given = {"messages": self._messages[:count], "add_generation_prompt": add_generation_prompt}
         return _take_out_marks(self._template.render({**self._variables, **given}))

@@ -10,8 +10,8 @@ from io import StringIO
 from rich.console import Console
 from rich.text import Text
 
-from zero2all.charts.page import html_page
-from zero2all.charts.plot import tint
+from zero2all.base.charts.page import html_page
+from zero2all.base.charts.plot import tint
 from zero2all.tokenizer.tokenizer import Tokenizer
 
 COLOURS = [tint(number) for number in range(6)]
@@ -30,19 +30,19 @@ class TokenSpan:
 
     @property
     def display_text(self) -> str:
-        """As text; bytes of a character that spans several tokens, and control characters, as ``\\xe6``."""
+        """The token as text; bytes of a character that spans several tokens, and control characters, as ``\\xe6``."""
         text = self.data.decode("utf-8", "backslashreplace").translate(BLANKS)
         return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
-def token_spans(tokenizer: Tokenizer, text: str, special: bool = False) -> list[TokenSpan]:
+def token_spans(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[TokenSpan]:
     """The tokens of a text; with ``special`` the names of special tokens in it are parsed as special tokens."""
     table, specials = tokenizer.token_bytes, set(tokenizer.special_ids.values())
     ids = tokenizer.encode(text, allow_special="all" if special else "none")
     return [TokenSpan(id, table[id], id in specials) for id in ids]
 
 
-def render_terminal(tokens: Sequence[TokenSpan], colour: bool) -> str:
+def render_terminal(tokens: Sequence[TokenSpan], *, colour: bool) -> str:
     """Tokens in alternating colours, or separated by bars without colour."""
     if not colour:
         return "|".join(token.display_text for token in tokens)

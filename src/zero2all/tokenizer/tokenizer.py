@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.errors import Z2aError
-from zero2all.io import fingerprint, read_json_object, read_regular
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import fingerprint, read_json_object, read_regular
 from zero2all.tokenizer.backends import BackendName, Encoder, HuggingFace, Ids, choose_backend
 from zero2all.tokenizer.chat import (
     MAX_TEMPLATE_BYTES,
@@ -203,13 +203,14 @@ class Tokenizer:
         self,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
+        *,
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """The ids of a conversation by the chat template. Only the template's own markers are special tokens.
 
         >>> tokenizer.render_chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
         """
-        chat = self.split_chat(messages, tools, add_generation_prompt, mark_generated=False)
+        chat = self.split_chat(messages, tools, add_generation_prompt=add_generation_prompt, mark_generated=False)
         ids: list[int] = self.encode_split(self.reference, [chat.parts])[0].tolist()
         return ids
 
@@ -217,11 +218,14 @@ class Tokenizer:
         self,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None = None,
+        *,
         add_generation_prompt: bool = False,
         mark_generated: bool = True,
     ) -> RenderedChat:
         """A conversation by the chat template, as text and special tokens, for ``encode_chats``."""
-        return self._template.render(messages, tools, add_generation_prompt, mark_generated)
+        return self._template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, mark_generated=mark_generated
+        )
 
     def split_chats(self, chats: Sequence[ChatInput]) -> list[RenderedChat | ChatTemplateError]:
         """Many conversations at once, which is faster; for each that the template does not take, the reason."""
@@ -236,10 +240,10 @@ class Tokenizer:
 
     @property
     def chat_fingerprint(self) -> str:
-        """Of all that rendering depends on besides the vocabulary."""
+        """The fingerprint of all that rendering depends on besides the vocabulary."""
         return fingerprint([self.chat_template, self._named_tokens])
 
-    def encode_bytes(self, data: bytes, follows_text: bool = False) -> list[int]:
+    def encode_bytes(self, data: bytes, *, follows_text: bool = False) -> list[int]:
         """Ids that ``decode_bytes`` turns back into exactly these bytes: runs of UTF-8 as text, other bytes one by one.
 
         ``follows_text``: they come after other ids, so no space is put before them.
@@ -271,7 +275,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id; those of a special token are its name."""
+        """The bytes of each id; for a special token, its name."""
         table = [b""] * self.vocab_size
         for id, token in self.vocabulary.token_bytes.items():
             table[id] = token

@@ -1,6 +1,6 @@
 """Read a ``tokenizer.json`` of any origin, and what text can become by it: its vocabulary without special tokens.
 
-One that cannot be used is refused before anything is built from it. Two kinds are used. A byte-level vocabulary writes
+One that cannot be used is rejected before anything is built from it. Two kinds are used. A byte-level vocabulary writes
 every byte as a visible character. A sentencepiece vocabulary writes characters, a space as ``▁``, and the bytes of a
 character that it does not have as tokens such as ``<0xE6>``.
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.tokenizer.vocabulary import PATTERNS, byte_alphabet
 
 MAX_IDS = 1 << 24  # tables have a row for every id up to the largest
@@ -32,7 +32,7 @@ class TokenizerDefinition:
     text: TextVocabulary
     special_ids: dict[str, int]
     control_ids: list[int]
-    """Those of them that a model writes only to end a text: not markers such as ``<think>``, which are declared to be
+    """Special tokens that a model writes only to end a text: not markers such as ``<think>``, which are declared to be
     ordinary."""
 
 
@@ -195,12 +195,12 @@ class TextVocabulary:
         vocabulary = self.definition["model"]["vocab"]
         if isinstance(vocabulary, dict):
             return vocabulary
-        # Of a unigram model ids are positions, so special tokens keep theirs; see ``hide_special``.
+        # In a unigram model, ids are positions, so special tokens keep theirs; see ``hide_special``.
         return {token: id for id, (token, _) in enumerate(vocabulary) if " " not in token}
 
     @property
     def merges(self) -> list[list[str]]:
-        """Of a BPE model; a file may write each as one string."""
+        """The merges of a BPE model; a file may write each as one string."""
         merges = self.definition["model"]["merges"]
         return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 

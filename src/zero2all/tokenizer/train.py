@@ -15,34 +15,17 @@ from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders as hf_decoders
 
-from zero2all.console import progress
-from zero2all.directory_lock import lock_output
-from zero2all.engine import Engine, available_cores, shutdown_workers
-from zero2all.errors import UsageError
-from zero2all.io import (
-    MANIFEST,
-    atomic_dir,
-    atomic_path,
-    checksums,
-    fingerprint,
-    is_current,
-    read_documents_manifest,
-    read_finished,
-    read_json,
-    refuse_strangers,
-    write_manifest,
-    write_record,
-)
+from zero2all.base.console import progress
+from zero2all.base.directory_lock import lock_output
+from zero2all.base.errors import UsageError
+from zero2all.base.io import MANIFEST, atomic_dir, atomic_path, fingerprint, read_json, refuse_strangers, write_record
+from zero2all.base.manifest import checksums, is_current, read_documents_manifest, read_finished, write_manifest
+from zero2all.base.records import DocumentsManifest, parse_record
+from zero2all.base.tasks import TaskEngine, available_cores, shutdown_workers
+from zero2all.base.units import show_bytes, show_count
 from zero2all.recipe import TokenizerRecipe
-from zero2all.records import DocumentsManifest, parse_record
 from zero2all.tokenizer.hf_directory import write_hf_directory
-from zero2all.tokenizer.manifest import (
-    KIND,
-    LearnedVocabulary,
-    TokenizerManifest,
-    TrainedTokenizer,
-    is_other_tokenizer,
-)
+from zero2all.tokenizer.manifest import KIND, LearnedVocabulary, TokenizerManifest, TrainedTokenizer, is_other_tokenizer
 from zero2all.tokenizer.merge import Merge, bytes_by_id, learn_merges, merge_memory, read_words
 from zero2all.tokenizer.pattern_check import check_pattern
 from zero2all.tokenizer.pretokenizer import character_classes
@@ -61,6 +44,7 @@ from zero2all.tokenizer.vocabulary import (
 )
 from zero2all.tokenizer.word_count import (
     HASH_PARTITIONS,
+    AggregationLimits,
     PretokenizeConfig,
     SpillWriter,
     WordCounts,
@@ -68,7 +52,6 @@ from zero2all.tokenizer.word_count import (
     count_shard,
     read_finished_count,
 )
-from zero2all.units import show_bytes, show_count
 
 FORMAT = 2
 SAMPLING_SEED = 0  # of the rare words that are kept if not all fit into memory
@@ -93,7 +76,7 @@ def train_tokenizer(
     recipe: TokenizerRecipe,
     documents: Path,
     out: Path,
-    engine: Engine | None = None,
+    engine: TaskEngine | None = None,
     before_replace: Callable[[], None] = lambda: None,
 ) -> TrainedTokenizer:
     """Learn a vocabulary from the training split in ``documents``; ``out`` becomes a Hugging Face directory.
@@ -102,11 +85,11 @@ def train_tokenizer(
     ``before_replace`` is called before another tokenizer in ``out`` is replaced, and may raise.
     """
     with lock_output(out, "tokenizer training"):
-        return _train_tokenizer(recipe, documents, out, engine or Engine(), before_replace)
+        return _train_tokenizer(recipe, documents, out, engine or TaskEngine(), before_replace)
 
 
 def _train_tokenizer(
-    recipe: TokenizerRecipe, documents: Path, out: Path, engine: Engine, before_replace: Callable[[], None]
+    recipe: TokenizerRecipe, documents: Path, out: Path, engine: TaskEngine, before_replace: Callable[[], None]
 ) -> TrainedTokenizer:
     corpus = read_documents_manifest(documents)
     key = fingerprint([FORMAT, corpus.key, recipe.model_dump(mode="json", exclude={"dir"})])
@@ -144,7 +127,7 @@ def _pattern_name(recipe: TokenizerRecipe) -> str:
 
 
 def _special_tokens(recipe: TokenizerRecipe) -> tuple[str, ...]:
-    """Those that every vocabulary has, the recipe's own, and reserved names if these are few."""
+    """Special tokens that every vocabulary has, the recipe's own, and reserved names if these are few."""
     known = {*NAMED_TOKENS, *reserved_tokens(recipe.vocab_size), UNKNOWN}
     if taken := known.intersection(recipe.special_tokens):
         raise UsageError(f"tokenizer.special_tokens: every vocabulary has {', '.join(sorted(taken))}: remove it there")
@@ -163,7 +146,7 @@ def _train_bpe(
     corpus: DocumentsManifest,
     special: tuple[str, ...],
     work: Path,
-    engine: Engine,
+    engine: TaskEngine,
 ) -> LearnedVocabulary:
     """Byte-level BPE in bounded memory."""
     if recipe.has_own_pattern:
@@ -217,7 +200,7 @@ def _byte_level_definition(pattern: str, tokens: list[bytes], merges: list[Merge
 
 
 def _count_words(
-    recipe: TokenizerRecipe, documents: Path, corpus: DocumentsManifest, work: Path, engine: Engine
+    recipe: TokenizerRecipe, documents: Path, corpus: DocumentsManifest, work: Path, engine: TaskEngine
 ) -> CountedWords:
     """Stage one: ``words.arrow`` in ``work``, and its record."""
     sources = corpus.splits["train"].values()
@@ -258,16 +241,9 @@ def _count_words(
     spills = [counts / spill for record in in_order for spill in record.runs]
     rows = sum(record.rows for record in in_order)
     with progress(f"adding up {show_count(rows)} counts", HASH_PARTITIONS) as advance:
-        table = aggregate_counts(
-            spills,
-            rows,
-            work / "words.arrow",
-            merge_memory,
-            recipe.max_memory - PROCESS_MEMORY,
-            SAMPLING_SEED,
-            min(MAX_TABLE_MEMORY, (recipe.max_memory - PROCESS_MEMORY) // 4),
-            advance,
-        )
+        budget = recipe.max_memory - PROCESS_MEMORY
+        limits = AggregationLimits(merge_memory, budget, min(MAX_TABLE_MEMORY, budget // 4), SAMPLING_SEED)
+        table = aggregate_counts(spills, rows, work / "words.arrow", limits, advance)
     words = CountedWords(key, sum(record.bytes for record in in_order), **vars(table))
     write_record(done, words)
     shutil.rmtree(counts)
@@ -286,13 +262,14 @@ def warm_up_jit(stem: Path, classes: NDArray[np.uint8]) -> None:
     spills.count(pa.array(["a text, a text"]), np.ones(1, bool))
     spills.spill()
     words = stem.with_suffix(".arrow")
-    aggregate_counts(spills.paths, spills.row_count, words, merge_memory, 1 << 40, 0, MIN_TABLE_MEMORY)
+    limits = AggregationLimits(merge_memory, budget=1 << 40, table_memory=MIN_TABLE_MEMORY)
+    aggregate_counts(spills.paths, spills.row_count, words, limits)
     learn_merges(read_words(words, 260), [bytes([byte]) for byte in bytes_by_id()], 260, 2)
     for path in (*spills.paths, words):
         path.unlink()
 
 
-def _memory_per_table(max_memory: int, engine: Engine) -> int:
+def _memory_per_table(max_memory: int, engine: TaskEngine) -> int:
     """Memory for the table of one task, so that all processes together stay below the limit."""
     workers = engine.workers if engine.kind == "local" else available_cores()
     others = 0 if engine.in_process else PROCESS_MEMORY

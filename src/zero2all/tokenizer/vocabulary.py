@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from importlib.resources import files
 from typing import Literal
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.package_data import read_package_text
 
 END_OF_TEXT = "<|endoftext|>"  # ends a document
 START_OF_TEXT = "<|startoftext|>"
@@ -58,7 +58,7 @@ PATTERNS = {
 }
 
 # Without the comment at its start, which is for readers of the file.
-CHAT_TEMPLATE = (files("zero2all.tokenizer") / "chat_template.jinja").read_text(encoding="utf-8").partition("-#}\n")[2]
+CHAT_TEMPLATE = read_package_text(__package__, "chat_template.jinja").partition("-#}\n")[2]
 
 
 def byte_alphabet() -> dict[str, int]:

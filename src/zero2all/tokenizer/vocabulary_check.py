@@ -1,10 +1,10 @@
-"""Whether the vocabulary of a recipe's model is that of its tokenizer."""
+"""Whether the vocabulary of a recipe's model fits its tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
 from zero2all.recipe import Mistake, Recipe
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokenizer.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def vocabulary_remark(recipe: Recipe) -> str | None:
     origin = f" (preset {recipe.model.preset})" if recipe.model.preset is not None else ""
     return (
         f"model.vocab_size is {size}{origin}, but {name} is {tokens}: {size - tokens} rows of the embedding and the "
-        f"head are never used. Set model.vocab_size=null to take that of the tokenizer, or train one of {size} tokens"
+        f"head are never used. Set model.vocab_size=null to take the tokenizer's size, or train one of {size} tokens"
     )
 
 

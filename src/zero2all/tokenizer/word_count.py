@@ -28,8 +28,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tokenizers import Regex, pre_tokenizers
 
-from zero2all.io import atomic_path, read_finished, write_record
-from zero2all.paths import arrow_source
+from zero2all.base.io import atomic_path, write_record
+from zero2all.base.manifest import read_finished
+from zero2all.base.paths import arrow_source
 from zero2all.tokenizer.pretokenizer import PATTERN_RULES, WHOLE_TEXT
 from zero2all.tokenizer.word_table import (
     ROW_BYTES,
@@ -205,24 +206,34 @@ class WordPartition(NamedTuple):
     """A random number for each word, which decides whether it is kept."""
 
 
+@dataclass(frozen=True)
+class AggregationLimits:
+    """How many words are kept, and the memory to add them up in."""
+
+    memory_cost: Callable[[int, int], int]
+    """Memory that words need later, by their number and their bytes."""
+    budget: int
+    """Maximum of ``memory_cost``."""
+    table_memory: int
+    seed: int = 0
+    """Seed of the sample that is kept if not all words are in budget."""
+
+
 def aggregate_counts(
     spills: Sequence[Path],
     rows: int,
     out: Path,
-    memory_cost: Callable[[int, int], int],
-    memory_budget: int,
-    seed: int,
-    table_memory: int,
+    limits: AggregationLimits,
     advance: Callable[[float], None] = lambda part: None,
 ) -> WordCounts:
-    """Aggregate all spills into one file of (word, count), sampled until ``memory_cost(words, bytes)`` is in budget."""
+    """Aggregate all spills into one file of (word, count), sampled until the words are in budget."""
     kept: list[WordPartition] = []
     threshold, different, total, kept_words, kept_bytes = 1, 0, 0, 0, 0
-    for part in _partition_totals(spills, rows, seed, table_memory):
+    for part in _partition_totals(spills, rows, limits.seed, limits.table_memory):
         different, total = different + len(part.words), total + int(part.totals.sum())
         kept.append(_subsample(part, threshold))
         kept_words, kept_bytes = kept_words + len(kept[-1].words), kept_bytes + _total_bytes(kept[-1].words)
-        while memory_cost(kept_words, kept_bytes) > memory_budget:
+        while limits.memory_cost(kept_words, kept_bytes) > limits.budget:
             threshold *= 2
             kept = [_subsample(part, threshold) for part in kept]
             kept_words, kept_bytes = sum(len(one.words) for one in kept), sum(_total_bytes(one.words) for one in kept)

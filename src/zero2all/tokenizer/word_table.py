@@ -24,7 +24,7 @@ class WordTable(NamedTuple):
 
     slots: NDArray[np.uint64]
     rows: NDArray[np.void]
-    """Of ROW."""
+    """Records of type ROW."""
     word_bytes: NDArray[np.uint8]
     size: NDArray[np.int64]
     """One element: the number of rows."""
@@ -43,10 +43,7 @@ class WordTable(NamedTuple):
 def new_table(rows: int, byte_capacity: int) -> WordTable:
     slots = 1 << (2 * rows - 1).bit_length()
     return WordTable(
-        np.zeros(slots, np.uint64),
-        np.zeros(rows + 1, ROW),
-        np.empty(byte_capacity, np.uint8),
-        np.zeros(1, np.int64),
+        np.zeros(slots, np.uint64), np.zeros(rows + 1, ROW), np.empty(byte_capacity, np.uint8), np.zeros(1, np.int64)
     )
 
 

@@ -15,28 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zero2all.console import progress, warn
-from zero2all.conversation import SourceKind
-from zero2all.directory_lock import lock_output
-from zero2all.engine import Engine
-from zero2all.errors import Z2aError
-from zero2all.io import (
-    MANIFEST,
-    fingerprint,
-    is_intact,
-    read_documents_manifest,
-    read_finished,
-    read_json,
-    refuse_strangers,
-    sampled_digest,
-    sha256_file,
-    write_json,
-    write_manifest,
-    write_record,
-)
-from zero2all.paths import arrow_source
+from zero2all.base.console import progress, warn
+from zero2all.base.conversation import SourceKind
+from zero2all.base.directory_lock import lock_output
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import MANIFEST, fingerprint, read_json, refuse_strangers, sha256_file, write_json, write_record
+from zero2all.base.manifest import is_intact, read_documents_manifest, read_finished, sampled_digest, write_manifest
+from zero2all.base.paths import arrow_source
+from zero2all.base.records import DocumentsManifest
+from zero2all.base.tasks import TaskEngine
+from zero2all.base.units import show_bytes
 from zero2all.recipe import TokensRecipe
-from zero2all.records import DocumentsManifest
 from zero2all.tokenizer import Ids, Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens.chat_documents import (
@@ -50,7 +39,6 @@ from zero2all.tokens.chat_documents import (
 from zero2all.tokens.manifest import BuiltStore, ShardChecksums, ShardRecord, SourceShards, StoreManifest
 from zero2all.tokens.token_store import DOCS_SCHEMA, FORMAT, KIND, MASK_SUFFIX, TokenShardWriter
 from zero2all.tokens.verify import block_checksums
-from zero2all.units import show_bytes
 
 SUFFIXES = (".bin", ".idx", ".docs.arrow")
 MASK_VERSION = 1
@@ -62,8 +50,9 @@ def build_tokens(
     documents: Path,
     tokenizer_dir: Path,
     out: Path,
-    engine: Engine | None = None,
+    engine: TaskEngine | None = None,
     before_replace: Callable[[], None] = lambda: None,
+    *,
     verify: bool = False,
 ) -> BuiltStore:
     """Encode both splits of ``documents`` into ``out``. A shard whose input and tokenizer are unchanged is kept.
@@ -72,7 +61,9 @@ def build_tokens(
     every byte of finished shards is compared with its checksum, not only samples.
     """
     with lock_output(out, "tokens build"):
-        return _build_tokens(recipe, documents, tokenizer_dir, out, engine or Engine(), before_replace, verify)
+        return _build_tokens(
+            recipe, documents, tokenizer_dir, out, engine or TaskEngine(), before_replace, verify=verify
+        )
 
 
 def _build_tokens(
@@ -80,8 +71,9 @@ def _build_tokens(
     documents: Path,
     tokenizer_dir: Path,
     out: Path,
-    engine: Engine,
+    engine: TaskEngine,
     before_replace: Callable[[], None],
+    *,
     verify: bool,
 ) -> BuiltStore:
     corpus = read_documents_manifest(documents)
@@ -102,11 +94,11 @@ def _build_tokens(
     for source in sorted({shard.source for shard in shards if shard.kind != "text"}):
         check_chat_template(tokenizer, source)
     refuse_strangers(out, KIND)
-    found = {shard: record for shard in shards if (record := _read_finished_record(shard, verify)) is not None}
+    found = {shard: record for shard in shards if (record := _read_finished_record(shard, verify=verify)) is not None}
     todo = [shard for shard in shards if shard not in found]
     template = tokenizer.chat_fingerprint if any(shard.kind != "text" for shard in shards) else ""
     inputs = (corpus.key, tokenizer.fingerprint, template)
-    if _has_other_tokens(out, inputs, {shard.stem for shard in shards}, bool(todo)):
+    if _has_other_tokens(out, inputs, {shard.stem for shard in shards}, is_incomplete=bool(todo)):
         before_replace()
     if todo:
         # From here on the old manifest no longer describes the store.
@@ -179,7 +171,7 @@ def _warn_about_refused(records: Records) -> None:
             warn(f"source {source!r}: {count} conversations are left out; the first is {refused[0].first_refused}")
 
 
-def _has_other_tokens(out: Path, inputs: tuple[str, str, str], stems: set[Path], is_incomplete: bool) -> bool:
+def _has_other_tokens(out: Path, inputs: tuple[str, str, str], stems: set[Path], *, is_incomplete: bool) -> bool:
     """Whether a finished store would be changed, and not only repaired or verified again.
 
     ``inputs`` are the fingerprints of documents, tokenizer and chat template.
@@ -224,10 +216,10 @@ def _build_manifest(corpus: DocumentsManifest, tokenizer: Tokenizer, template: s
     )
 
 
-def _read_finished_record(shard: _Shard, verify: bool) -> ShardRecord | None:
+def _read_finished_record(shard: _Shard, *, verify: bool) -> ShardRecord | None:
     def are_intact(record: ShardRecord) -> bool:
         return set(record.files) == set(shard.suffixes) and all(
-            is_intact(shard.stem.with_suffix(suffix), shard.record, digest, record.samples.get(suffix), verify)
+            is_intact(shard.stem.with_suffix(suffix), shard.record, digest, record.samples.get(suffix), verify=verify)
             for suffix, digest in record.files.items()
         )
 
@@ -279,7 +271,7 @@ def _encode_shard(
 def _render_ahead(
     batches: Iterator[pa.RecordBatch], tokenizer: Tokenizer, kind: SourceKind
 ) -> Iterator[RenderedDocuments]:
-    """Conversations are rendered in a child process: those of the next batch while this one is encoded."""
+    """Conversations are rendered in a child process: the next batch while this one is encoded."""
     if kind == "text":
         yield from map(render_text, batches)
         return
@@ -318,7 +310,7 @@ def cached_tokenizer(directory: Path, digests: tuple[str, ...]) -> Tokenizer:
 
 
 def _verify_encoding(
-    gids: list[str], parts: list[list[str]], encoded: list[Ids], tokenizer: Tokenizer, fraction: float, first: bool
+    gids: list[str], parts: list[list[str]], encoded: list[Ids], tokenizer: Tokenizer, fraction: float, *, first: bool
 ) -> int:
     """Check a fraction of the documents, and the first of a shard, against the reference encoder and by decoding."""
     chosen = [

@@ -9,8 +9,8 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from zero2all.conversation import ChatExample, Conversation, SourceKind
-from zero2all.errors import Z2aError
+from zero2all.base.conversation import ChatExample, Conversation, SourceKind
+from zero2all.base.errors import Z2aError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.chat import ChatInput, ChatTemplateError, RenderedChat, TemplateLimitError
 

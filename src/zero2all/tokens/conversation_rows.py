@@ -65,6 +65,7 @@ class ConversationRows:
         self,
         shards: list[TokenShard],
         seq_len: int,
+        *,
         packing: bool = True,
         per_example: int = 1,
         only_desirable: bool = False,
@@ -72,7 +73,7 @@ class ConversationRows:
         self.shards, self.seq_len, self.per_example = shards, seq_len, per_example
         of_shards = [_DocumentColumns.read(shard) for shard in shards]
         self._first_documents = np.cumsum([0, *(len(columns.lengths) for columns in of_shards)])
-        # Of all documents of the source, also those that are left out: tokens, targets, and no rejected answer.
+        # Over all documents of the source, also the ones that are left out: tokens, targets, and no rejected answer.
         self.document_lengths = _concatenate([columns.lengths for columns in of_shards])
         self.document_targets = _concatenate([columns.targets for columns in of_shards])
         self.document_desirable: Array = _concatenate([columns.rejected for columns in of_shards]) == 0
@@ -182,7 +183,7 @@ class _DocumentColumns:
     targets: Array
     """Tokens that the assistant writes, without the first token of the document."""
     rejected: Array
-    """Of these, the tokens of a rejected answer."""
+    """Targets that belong to a rejected answer."""
 
     @classmethod
     def read(cls, shard: TokenShard) -> _DocumentColumns:

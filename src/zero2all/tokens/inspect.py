@@ -66,7 +66,7 @@ def _runs(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> lis
     ]
 
 
-def render_conversations(conversations: Sequence[InspectedConversation], colour: bool) -> str:
+def render_conversations(conversations: Sequence[InspectedConversation], *, colour: bool) -> str:
     """What is learned in colour, or without colour between ⟦ and ⟧."""
     out = StringIO()
     console = Console(file=out, force_terminal=colour, color_system="truecolor" if colour else None, soft_wrap=True)

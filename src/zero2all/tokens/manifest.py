@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zero2all.conversation import SourceKind
+from zero2all.base.conversation import SourceKind
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SourceShards:
     shards: list[str]
     shard_tokens: list[int]
     sha256: list[str]
-    """Of ``.bin``."""
+    """sha256 of every ``.bin``."""
     records: list[str]
     """sha256 of the shard's own record."""
     refused: int = 0
@@ -73,7 +73,7 @@ class StoreManifest:
     vocab_size: int
     documents_key: str
     splits: dict[str, dict[str, SourceShards]]
-    """By split and source."""
+    """Shards by split and source."""
     tokens: int
     bytes: int
     chat_template: str = ""

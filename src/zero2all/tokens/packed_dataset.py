@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.conversation import SourceKind
-from zero2all.io import MANIFEST, fingerprint, read_documents_manifest
+from zero2all.base.conversation import SourceKind
+from zero2all.base.io import MANIFEST, fingerprint
+from zero2all.base.manifest import read_documents_manifest
 from zero2all.recipe.objective import Conversations
 from zero2all.tokens.conversation_rows import AnswerCounts, ConversationRows, RowAnswers
 from zero2all.tokens.sample_order import SampleOrder
@@ -50,7 +51,7 @@ class Samples:
     mask: Array
     """Which tokens are targets; of the same shape."""
     sources: list[str]
-    """Of each sample."""
+    """The source of each sample."""
     is_first: Array | None
     """Which tokens are the first that attention sees of a document, of the same shape; None if it crosses documents.
     The first token of a sample need not be marked."""
@@ -74,7 +75,7 @@ class PackedSequences:
     """Concatenate and split: sequence i of a shard is its tokens [i*S, i*S + S], the last one only as a target."""
 
     def __init__(
-        self, shards: list[TokenShard], shard_tokens: list[int], seq_len: int, end_of_text_first: bool = True
+        self, shards: list[TokenShard], shard_tokens: list[int], seq_len: int, *, end_of_text_first: bool = True
     ) -> None:
         self.shards, self.seq_len, self.end_of_text_first = shards, seq_len, end_of_text_first
         counts = [max(0, (tokens - 1) // seq_len) for tokens in shard_tokens]
@@ -122,6 +123,7 @@ class PackedDataset:
         stage: str = "main",
         mixture: Mapping[str, float] | None = None,
         conversations: Conversations = "cut",
+        *,
         document_mask: bool = False,
     ) -> None:
         self.store, self.seq_len = store, seq_len
@@ -130,9 +132,11 @@ class PackedDataset:
         whole = {name for name, kind in store.kinds.items() if kind != "text" and conversations != "cut"}
         pairs = {name for name in whole if conversations == "pairs" and store.kinds[name] == "preference"}
         self._sequences: dict[str, PackedSequences | ConversationRows] = {
-            name: ConversationRows(shards, seq_len, conversations != "padded", 2 if name in pairs else 1)
+            name: ConversationRows(
+                shards, seq_len, packing=conversations != "padded", per_example=2 if name in pairs else 1
+            )
             if name in whole
-            else PackedSequences(shards, store.shard_tokens[name], seq_len, self.end_of_text_first)
+            else PackedSequences(shards, store.shard_tokens[name], seq_len, end_of_text_first=self.end_of_text_first)
             for name, shards in store.sources.items()
         }
         self.order = SampleOrder({name: len(packed) for name, packed in self._sequences.items()}, mixture, seed, stage)

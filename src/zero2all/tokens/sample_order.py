@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 
 BLOCK_SAMPLES = 2**16
 FEISTEL_ROUNDS = 4

@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import pyarrow as pa
 
-from zero2all.conversation import SourceKind
-from zero2all.errors import Z2aError
-from zero2all.io import MANIFEST, fingerprint, read_manifest
+from zero2all.base.conversation import SourceKind
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import MANIFEST, fingerprint
+from zero2all.base.manifest import read_manifest
+from zero2all.base.records import parse_record
 from zero2all.recipe.objective import ObjectiveRecipe
-from zero2all.records import parse_record
 from zero2all.tokens.manifest import SourceShards, StoreManifest
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -67,7 +68,7 @@ class DocumentInfo:
 class TokenShardWriter:
     """Writes ``<stem>.bin``, ``.idx``, ``.docs.arrow`` and, if asked for, ``.mask``, a document at a time."""
 
-    def __init__(self, stem: Path, vocab_size: int, with_mask: bool = False) -> None:
+    def __init__(self, stem: Path, vocab_size: int, *, with_mask: bool = False) -> None:
         self.stem, self.dtype_code, self._with_mask = stem, dtype_code(vocab_size), with_mask
         self._lengths: list[Array] = []
         self._mask: BinaryIO | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.io import read_record, sha256_file
+from zero2all.base.io import read_record, sha256_file
 from zero2all.tokens.manifest import ShardRecord
 from zero2all.tokens.token_store import MASK_SUFFIX, TokenShard, TokenStore, damaged_error
 

@@ -6,8 +6,8 @@ never writes this file; a lock keeps evaluations of several processes apart. Of 
 step the last counts, and only values with the ``digest`` of the last one: those before were measured with another
 definition.
 
-A trend is a Mann-Kendall test, corrected for many tests by Holm. Its p-value is that of a curve whose values are in
-random order. Checkpoints of one run follow from each other, so that a value that drifts for no reason passes more often
+A trend is a Mann-Kendall test, corrected for many tests by Holm. Its p-value is the chance of such a trend among values
+in random order. Checkpoints of one run follow from each other, so a value that drifts for no reason passes more often
 than the p-value says: compare with another seed before you believe a single curve.
 """
 
@@ -25,9 +25,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from zero2all.directory_lock import NO_FLOCK_ERRNOS
-from zero2all.errors import Z2aError
-from zero2all.records import parse_record
+from zero2all.base.directory_lock import NO_FLOCK_ERRNOS
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import parse_record
+from zero2all.base.units import show_bytes
 from zero2all.track.record_lines import (
     MAX_STEP,
     MAX_TIME,
@@ -39,7 +40,6 @@ from zero2all.track.record_lines import (
 )
 from zero2all.track.run_locations import EVALS_FILE, RunLocation
 from zero2all.track.run_record import AppendFile
-from zero2all.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LossMetrics:
 
     bits_per_byte: float
     bytes: int
-    """Of the text that was scored."""
+    """Size of the scored text."""
     loss: float | None = None
     """Nats per token."""
     perplexity: float | None = None
@@ -65,9 +65,9 @@ class LossMetrics:
     loss_error: float | None = None
     """Standard error of the loss over documents."""
     unigram_bits_per_byte: float | None = None
-    """Of a model that gives each token its share of the training tokens; None without training tokens."""
+    """The value for a model that gives each token its share of the training tokens; None without training tokens."""
     below_unigram: float | None = None
-    """By which share the model is better than that."""
+    """How much better the model is than the unigram model, as a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class LossEvaluation(LossMetrics):
     """The loss over all sources of the validation set; where there is none, over all test sets."""
 
     sources: dict[str, LossMetrics]
-    """By source of the validation set."""
+    """One entry per source of the validation set."""
     test_sets: dict[str, LossMetrics] = field(default_factory=dict)
     scoring: str | None = None
     """How the text was divided, in words."""
@@ -177,7 +177,7 @@ class EvalLine:
     group: OptionalName = ""
     """Values of a group share a chart."""
     digest: OptionalName = ""
-    """Of what was measured: values with different ones cannot be compared."""
+    """Fingerprint of what was measured: values with different ones cannot be compared."""
     error: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
     """Half of the 95% confidence interval."""
     time: Annotated[float, Field(strict=True, ge=-MAX_TIME, le=MAX_TIME)]
@@ -202,7 +202,7 @@ class EvalCurve:
     tau: float | None = None
     """Kendall's tau in the direction that is better; None with fewer than three checkpoints."""
     p: float | None = None
-    """Of the one-sided trend test, corrected for the number of curves in the suite."""
+    """p-value of the one-sided trend test, corrected for the number of curves in the suite."""
 
     @property
     def metric_name(self) -> str:
@@ -315,7 +315,7 @@ def _to_curve(lines: list[EvalLine]) -> EvalCurve:
 
 
 def _with_trends(curves: list[EvalCurve]) -> list[EvalCurve]:
-    """With the trends of each curve; the correction is over the curves of a suite."""
+    """Add the trend of each curve; the correction is over the curves of a suite."""
     found: list[EvalCurve] = []
     for suite in dict.fromkeys((curve.kind, curve.suite) for curve in curves):
         own = [curve for curve in curves if (curve.kind, curve.suite) == suite]

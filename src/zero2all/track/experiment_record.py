@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zero2all.charts.plot import Finite, Plot
-from zero2all.console import sanitize
-from zero2all.errors import Z2aError
-from zero2all.records import map_texts, parse_record, to_json
+from zero2all.base.charts.plot import Finite, Plot
+from zero2all.base.console import sanitize
+from zero2all.base.errors import Z2aError
+from zero2all.base.records import map_texts, parse_record, to_json
 from zero2all.track.run_locations import LocalRunLocation, RunLocation, SshRunLocation
 from zero2all.track.ssh import UnreachableError
 
@@ -46,7 +46,7 @@ class VariantResult:
     """Wall time of training, over all restarts."""
     tokens_per_second: Finite
     metrics: dict[str, Finite]
-    """Of the last checkpoint, ``bits_per_byte`` on the validation set among them."""
+    """Metrics of the last checkpoint, ``bits_per_byte`` on the validation set among them."""
     best_bits_per_byte: Finite
     best_step: int
     validation_set: str
@@ -62,7 +62,7 @@ class VariantRecord:
     """One run of an experiment."""
 
     name: DirectoryName
-    """Directory of the run, below that of the experiment."""
+    """Directory of the run, inside the experiment's directory."""
     group: str
     """Runs of a group differ only in their seed."""
     seed: int
@@ -70,7 +70,7 @@ class VariantRecord:
     """The recipe file that was given."""
     overrides: list[str]
     values: dict[str, int | Finite | str]
-    """Of the keys that the experiment varies."""
+    """Values of the keys that the experiment varies."""
     key: str
     """Fingerprint of all that decides the result, except the budget."""
     steps: int | None = None
@@ -81,8 +81,10 @@ class VariantRecord:
     result: VariantResult | None = None
 
     def bits_per_byte(self, target: Mapping[str, float]) -> float | None:
-        """Weighted mean over the validation sources of a target, or with an empty one that of all validation text.
-        None without a plausible result."""
+        """Weighted mean over the validation sources of a target; with an empty target, over all validation text.
+
+        None without a plausible result.
+        """
         metrics = {} if self.result is None else self.result.metrics
         weights = {f"{BITS_PER_BYTE}/{source}": weight for source, weight in target.items()} or {BITS_PER_BYTE: 1.0}
         total = sum(weight * metrics.get(name, math.nan) for name, weight in weights.items())
@@ -111,11 +113,11 @@ class GroupSummary:
 
     group: str
     runs: int
-    """In all."""
+    """Number of runs."""
     seeds: list[int]
-    """Of the runs with a result."""
+    """Seeds of the runs with a result."""
     problems: list[str]
-    """Of the runs without one."""
+    """Problems of the runs without a result."""
     bits_per_byte: Finite | None = None
     spread: Finite | None = None
     """Standard deviation between seeds; None with fewer than two."""
@@ -150,7 +152,7 @@ class MixtureFit:
     """The response of a target to the mixture, fitted to the runs of a mixture search."""
 
     mixtures: int
-    """That it was fitted to."""
+    """Number of mixtures in the fit."""
     error: Finite
     """Root mean square of the leave-one-out errors, in bits per byte."""
     mean_error: Finite
@@ -173,20 +175,20 @@ class ExperimentRecord:
     keys: list[str]
     """Recipe keys that are varied; empty if the variants are recipes of their own."""
     budget: str | None
-    """Of each run, as given; None: the length in the recipe."""
+    """Budget of each run, as given; None: the length in the recipe."""
     target: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = field(default_factory=dict)
     """Weights of the validation sources by whose mean the variants are compared; empty: all validation text."""
     step_seconds: dict[str, Finite] = field(default_factory=dict)
     """Measured for a time budget, by what decides the speed."""
     variants: Annotated[list[VariantRecord], Field(max_length=MAX_VARIANTS)] = field(default_factory=list)
     groups: list[GroupSummary] = field(default_factory=list)
-    """In a sweep, the best one first."""
+    """The groups; in a sweep, the best one is first."""
     verdicts: list[Verdict] = field(default_factory=list)
-    """Between groups with results."""
+    """Comparisons of groups that have results."""
     plot: Plot | None = None
-    """Of a sweep: bits per byte over the values; of a ladder: over compute."""
+    """Bits per byte over the values of a sweep, or over the compute of a ladder."""
     fit: MixtureFit | None = None
-    """Of a mixture search whose runs have ended."""
+    """The fit of a mixture search whose runs have ended."""
 
     @property
     def is_sweep(self) -> bool:
@@ -231,7 +233,7 @@ def parse_experiment(data: bytes, source: object) -> ExperimentRecord:
 
 
 def find_experiments(locations: Iterable[RunLocation]) -> list[ShownExperiment]:
-    """The experiments that runs belong to: the record is in the directory above that of the run."""
+    """The experiments that runs belong to: the record is in the parent of a run's directory."""
     runs_of: dict[tuple[object, str], dict[str, int]] = {}
     found: dict[tuple[object, str], RunLocation] = {}
     for number, location in enumerate(locations):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from zero2all.base.units import show_seconds
 from zero2all.track.record_lines import (
     MAX_LINE_BYTES,
     RESTART_EVENTS,
@@ -25,7 +26,6 @@ from zero2all.track.record_lines import (
 )
 from zero2all.track.run_locations import RECORD_FILE
 from zero2all.track.run_record import read_record_lines
-from zero2all.units import show_seconds
 
 LOST_TIME_CATEGORIES = ("start-up", "checkpoint stall", "evaluation", "recomputed steps", "hang", "failure")
 IDLE_EVENTS = ("stopped", "done")  # the time from here to the next start does not count

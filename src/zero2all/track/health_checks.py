@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import cast
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from zero2all.cpus import NOTICEABLE_SHARE
-from zero2all.findings import Finding, Level
-from zero2all.io import read_record
+from zero2all.base.findings import Finding, Level
+from zero2all.base.io import read_record
+from zero2all.base.machine.cpus import NOTICEABLE_SHARE
+from zero2all.base.package_data import read_package_table
+from zero2all.base.units import show_count, show_seconds
 from zero2all.recipe import builtin_recipe_path
 from zero2all.track.loss_changes import (
     CHANGE_ERRORS,
@@ -33,78 +36,15 @@ from zero2all.track.loss_changes import (
 )
 from zero2all.track.record_reader import Array
 from zero2all.track.run_view import RunView
-from zero2all.units import show_count, show_seconds
 
-ENGLISH = {
-    "bad initial loss": "starts far above ln V ({details}): initial weights are too large, or targets are shifted",
-    "note initial loss": "starts far below ln V ({details}): it starts from trained weights, or the targets leak",
-    "good initial loss": "matches an untrained model ({details})",
-    "bad reference": "{percent:.0f}% above the reference: {loss:.3f} after {tokens} tokens, not {expected:.3f}",
-    "good reference: below": "{percent:.0f}% below the reference: {loss:.3f} after {tokens} tokens, not {expected:.3f}",
-    "good reference": "on the reference curve ({loss:.3f} after {tokens} tokens, reference {expected:.3f})",
-    "bad not finite": "the loss or gradient was not finite at step {step}",
-    "bad divergence": "{source}rises: {before:.3f} around step {step}, {now:.3f} now",
-    "note plateau": "almost flat since step {step}: {before:.3f} before, {now:.3f} since",
-    "note spike": "{count} step(s) far above their neighbours, the worst {height:.3f} at step {step}",
-    "bad sudden drop": "{source}falls from {before:.3f} to {now:.3f} at step {step}: do data repeat, or targets leak?",
-    "bad dead source: missing": "{name}: no value since step {step}",
-    "bad dead source: constant": "{name}: constant at {value:g} since step {step}",
-    "note throughput drop": "slower since step {step}: {now} tokens/s, {before} before",
-    "note busy machine": "other programs used {percent:.0f}% of the CPU: tokens/s, MFU and the time left suffer",
-    "bad silence": "nothing written for {long}; a step takes {pace:.2g} s: killed, or hung",
-    "note damaged files": "{damage}",
-    "good first loss": "{first:.3f} is {named}: expected at the first step, as the model is the reference",
-    "bad first loss": "{first:.3f} at the first step, not {named}: model and reference differ already",
-    "bad chosen falls": "log p(chosen) is falling together with log p(rejected) ({chosen:.1f}, {rejected:.1f} nats)",
-    "bad truncated answers": "{late:.0%} of the answers are cut at max_answer_tokens, and not learned from",
-    "note groups without spread": "{late:.0%} of the prompts have answers with equal rewards, which teach nothing",
-    "bad sampler gap": "{late:.3f} is the mean difference of log-probabilities between sampler and trainer",
-}
-REMEDIES = {
-    "bad divergence": "try a lower learning rate, or roll back to an earlier checkpoint",
-    "note spike": "'z2a blame RUN --step {step}' shows its documents",
-    "bad sudden drop": "'z2a blame RUN --step {step} --lowest' shows the text that it knows",
-    "bad chosen falls": "add the SFT term, or raise its weight (train.objective.dpo.sft_weight)",
-    "note groups without spread": "choose prompts that are neither solved nor too hard",
-}
-CHINESE = {
-    "bad initial loss": "初始损失远高于 ln V（{details}）：初始权重过大，或目标错位",
-    "note initial loss": "初始损失远低于 ln V（{details}）：从已训练的权重开始，或模型看到了目标",
-    "good initial loss": "初始损失正常（{details}）",
-    "bad reference": "比参考曲线高 {percent:.0f}%（{tokens} 个 token 后为 {loss:.3f}，参考 {expected:.3f}）",
-    "good reference: below": "比参考曲线低 {percent:.0f}%（{tokens} 个 token 后为 {loss:.3f}，参考 {expected:.3f}）",
-    "good reference": "与参考曲线一致（{tokens} 个 token 后为 {loss:.3f}，参考曲线 {expected:.3f}）",
-    "bad not finite": "第 {step} 步损失或梯度不是有限数",
-    "bad divergence": "{source}损失回升：第 {step} 步附近 {before:.3f}，现在 {now:.3f}；请降低学习率或回到较早的检查点",
-    "note plateau": "第 {step} 步以来几乎不变：之前 {before:.3f}，之后 {now:.3f}",
-    "note spike": "{count} 步远高于邻近各步，最高是第 {step} 步 {height:.3f}；z2a blame RUN --step {step} 显示其文档",
-    "bad sudden drop": (
-        "{source}第 {step} 步附近由 {before:.3f} 突降到 {now:.3f}：数据是否重复，或目标是否泄漏？用 z2a blame "
-        "RUN --step {step} --lowest 查看模型已经熟悉的文本"
-    ),
-    "bad dead source: missing": "{name}：第 {step} 步以来没有值",
-    "bad dead source: constant": "{name}：第 {step} 步以来恒为 {value:g}",
-    "note throughput drop": "第 {step} 步以来变慢：每秒 {now} 个 token，之前为 {before}",
-    "note busy machine": "其他程序占用了 {percent:.0f}% 的 CPU：每秒 token 数、MFU 和剩余时间都受其影响",
-    "bad silence": "已有 {long} 没有新记录，每步通常 {pace:.2g} 秒：进程被杀或卡住",
-    "note damaged files": "文件损坏，已跳过：{damage}",
-    "good first loss": "{first:.3f} 就是 {named}：第一步模型与参考模型相同，本应如此",
-    "bad first loss": "第一步为 {first:.3f}，而不是 {named}：模型与参考模型一开始就不一致",
-    "bad chosen falls": (
-        "log p(chosen) 随 log p(rejected) 一起下降，分别下降 {chosen:.1f} 和 {rejected:.1f}："
-        "请加上 SFT 项或提高其权重（train.objective.dpo.sft_weight）"
-    ),
-    "bad truncated answers": "{late:.0%} 的回答在 max_answer_tokens 处被截断，没有参与学习",
-    "note groups without spread": "{late:.0%} 的提示下所有回答得分相同，学不到东西：请换难度适中的提示",
-    "bad sampler gap": "{late:.3f} 是采样器与训练器对数概率的平均差：两者不一致",
-}
+MESSAGES: dict[str, dict[str, str]] = read_package_table(__package__, "health_messages.toml")
 
 
 def health_finding(key: str, step: int | None = None, **values: object) -> Finding:
     """``step`` is also a value of the texts."""
     values["step"] = step
     level, _, rule = key.partition(":")[0].partition(" ")
-    why, remedy, chinese = (texts.get(key, "").format(**values) for texts in (ENGLISH, REMEDIES, CHINESE))
+    why, remedy, chinese = (MESSAGES[key].get(text, "").format(**values) for text in ("en", "remedy", "zh"))
     return Finding(cast(Level, level), rule, why, remedy, step, chinese)
 
 
@@ -135,7 +75,7 @@ class LossCurve:
     loss: Array
     high: Array
     sources: list[SourceCurve]
-    """Each is compared with itself: in a small batch the loss follows the share of each source."""
+    """Curves, each compared with itself: in a small batch the loss follows the share of each source."""
     reference: Path | None
 
 
@@ -233,7 +173,10 @@ def loss_spikes(curve: LossCurve) -> Iterator[Finding]:
 
 
 def _median_of_next_five(loss: Array) -> Array:
-    """For every point but the last; near the end of fewer. All windows at once: one by one takes most of a check."""
+    """Median of the five points after each point but the last; near the end, of fewer.
+
+    All windows at once: one by one takes most of a check.
+    """
     full = np.median(np.lib.stride_tricks.sliding_window_view(loss[1:], 5), axis=1)
     rest = [np.median(loss[n + 1 : n + 6]) for n in range(len(full), len(loss) - 1)]
     return np.concatenate([full, np.array(rest)])
@@ -288,7 +231,7 @@ def throughput_drop(curve: LossCurve) -> Iterator[Finding]:
 
 
 def busy_machine(curve: LossCurve) -> Iterator[Finding]:
-    """On a CPU, other programs used a noticeable share of it, in the median."""
+    """Other programs used a noticeable share of the CPU that trains, in the median."""
     names = curve.run.readers[0].names
     if OTHER_CPU not in names or any(name.startswith("gpu") for name in names):
         return
@@ -299,10 +242,14 @@ def busy_machine(curve: LossCurve) -> Iterator[Finding]:
 
 def silence(curve: LossCurve) -> Iterator[Finding]:
     """A run that has not ended has written nothing for 20 step times, a minute, and twice its longest pause so far."""
-    silent, pace = curve.run.silent_seconds, curve.run.status().step_seconds
-    pauses = np.diff(curve.run.readers[0].step_times()[1])  # validation and checkpoints
-    if silent is not None and pace is not None and silent > max(60.0, 20 * pace, 2 * float(pauses.max(initial=0.0))):
-        yield health_finding("bad silence", curve.run.last_step, long=show_seconds(silent), pace=pace)
+    run = curve.run
+    last, pace = run.table([], first=(run.last_step or 0) - 1).times, run.status().step_seconds
+    if not len(last) or pace is None or run.ended is not None:
+        return
+    silent = time.time() - float(last[-1])
+    pauses = np.diff(run.readers[0].step_times()[1])  # validation and checkpoints
+    if silent > max(60.0, 20 * pace, 2 * float(pauses.max(initial=0.0))):
+        yield health_finding("bad silence", run.last_step, long=show_seconds(silent), pace=pace)
 
 
 def damaged_files(curve: LossCurve) -> Iterator[Finding]:
@@ -363,7 +310,7 @@ RULES: tuple[Callable[[LossCurve], Iterator[Finding]], ...] = (
 
 
 def _trailing_median_and_mad(values: Array) -> tuple[Array, Array]:
-    """For each point after the first 50: the median and the MAD of the 50 before it."""
+    """Median and MAD of the 50 points before each point after the first 50."""
     windows = sliding_window_view(values, WINDOW)[:-1]
     baseline = np.median(windows, axis=-1)
     return baseline, np.median(np.abs(windows - baseline[:, None]), axis=-1)

@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 
 from zero2all.track.experiment_record import find_experiments
+from zero2all.track.page_data import PAGE_DIR, build_series, encode_json, summarize_run
 from zero2all.track.record_lines import LoggedLine
 from zero2all.track.run_view import RunView, run_checks
-from zero2all.track.server import PAGE_DIR, build_series, encode_json, summarize_run
 from zero2all.track.terminal import safe_check_health
 
 MAX_POINTS = 1500

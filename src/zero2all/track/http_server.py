@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from zero2all.errors import UsageError, Z2aError
-from zero2all.processes import raise_descriptor_limit
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.processes import raise_descriptor_limit
 
 MIN_KEY_LENGTH = 16  # characters
 _KEY_PATTERN = re.compile(r"[A-Za-z0-9._~-]+")  # what needs no escaping in an address or a header
@@ -98,10 +98,10 @@ class ConnectionLimits:
         self.most = min(MAX_CONNECTIONS, raise_descriptor_limit() // 2)  # the other half is for files and pipes
         self.count = 0
         self.unfinished: dict[LimitedConnection, None] = {}
-        """Those whose client has to send more, the oldest first."""
+        """Connections whose client has to send more, or is idle after an answer, the oldest first."""
 
     def make(self, *args: Any, **options: Any) -> LimitedConnection:
-        """As ``uvicorn.Config(http=...)`` wants it."""
+        """The protocol factory for ``uvicorn.Config(http=...)``."""
         return LimitedConnection(self, *args, **options)
 
 
@@ -114,6 +114,7 @@ class LimitedConnection(H11Protocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._head_cycle: object = None  # the request whose body is awaited
+        self._is_idle = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,21 +131,27 @@ class LimitedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._watch_client()
+        self._is_idle = False
+
+    def on_response_complete(self) -> None:
+        self._finish()  # also if the body was not read to its end
+        super().on_response_complete()  # which handles a request that has arrived meanwhile
+        self._watch_client()
+        self._is_idle = True
+
+    def _watch_client(self) -> None:
         cycle = self.cycle
         if self.transport.is_closing():
             return
         if cycle is None or cycle.response_complete:  # not the whole head yet
-            if self not in self._limits.unfinished:
+            if self._is_idle or self not in self._limits.unfinished:
                 self._await_client(HEAD_SECONDS)
         elif not cycle.more_body:
             self._finish()
         elif cycle is not self._head_cycle:
             self._head_cycle = cycle
             self._await_client(BODY_SECONDS)
-
-    def on_response_complete(self) -> None:
-        self._finish()  # also if the body was not read to its end; uvicorn closes idle connections itself
-        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -213,7 +220,7 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """Of ``z2a watch`` and ``z2a serve``."""
+    """The configuration of ``z2a watch`` and ``z2a serve``."""
     connection: Any = ConnectionLimits().make
     return uvicorn.Config(
         QuietDisconnects(app),

@@ -17,7 +17,7 @@ CHANGE_ERRORS = 3.0  # standard errors that are no longer noise
 CERTAIN_ERRORS = 6.0  # by which all sources together must have changed, each of them by a third
 DROP_ERRORS = 10.0  # of a drop: a model may learn something at once
 MAD_TO_STD = 1.4826  # median absolute deviation to the standard deviation of a normal distribution
-MEDIAN_ERROR = 1.2533  # standard error of a median, of that of a mean
+MEDIAN_ERROR = 1.2533  # standard error of a median, relative to a mean
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LossChange:
 
 
 def source_curves(run: RunView, table: MetricTable, points: int) -> list[SourceCurve]:
-    """Of each source, or of the loss in ``table`` if there are not several."""
+    """The curve of each source, or the loss in ``table`` if there are not several."""
     names = [name for name in run.readers[0].names if name.startswith("loss/")]
     columns = {"loss": table} if len(names) < 2 else dict.fromkeys(names, run.table(names, points=points))
     found = []
@@ -64,7 +64,7 @@ def source_curves(run: RunView, table: MetricTable, points: int) -> list[SourceC
 
 
 def median_error(values: Array, inverse_count: float) -> float:
-    """Standard error of a median; the noise is that of neighbours, which a trend hardly changes."""
+    """Standard error of a median. The noise comes from differences of neighbours, which a trend hardly changes."""
     noise = float(np.median(np.abs(np.diff(values)))) * MAD_TO_STD / math.sqrt(2) if len(values) > 1 else 0.0
     return max(1e-9, noise * MEDIAN_ERROR * math.sqrt(inverse_count))
 
@@ -92,7 +92,7 @@ def is_certain(changes: list[LossChange]) -> bool:
 def fall_below_trend(source: SourceCurve, first_step: float) -> LossChange | None:
     """The largest fall of some points below the line through those before them, from ``first_step`` on."""
     values, count = source.loss, len(source.loss) - TREND - SMOOTH + 1
-    if count < 1 or np.ptp(values[-SMOOTH:]) == 0:  # a constant loss is that of a dead source
+    if count < 1 or np.ptp(values[-SMOOTH:]) == 0:  # a dead source has a constant loss
         return None
     before = sliding_window_view(values, TREND)[:count]
     after = np.median(sliding_window_view(values, SMOOTH)[TREND:], axis=-1)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zero2all.console import sanitize
-from zero2all.findings import Finding, Level
+from zero2all.base.console import sanitize
+from zero2all.base.findings import Finding, Level
 from zero2all.track.goodput import count_restarts
 from zero2all.track.run_view import RunStatus, RunView
 
@@ -35,7 +35,7 @@ class MetricFamily:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricSample:
     """A value of a run; ``labels`` in the order of the family's."""
 
     family: MetricFamily
@@ -48,7 +48,7 @@ class RunSeries:
     """The samples of a run; no two have the same family and labels."""
 
     run: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[MetricSample] = field(default_factory=list)
 
 
 READABLE = MetricFamily("zero2all_readable", "1 if the files of the run can be read, else 0.")
@@ -109,27 +109,27 @@ FAMILIES = (
     LAST_STEP_TIME, LAST_RECORD_TIME, GOODPUT, RESTARTS, FINDINGS, SOURCE_LOSS, SOURCE_BPB,
     VALIDATION_BPB, VALIDATION_METRIC, EVALUATION, *RANK_METRICS.values(), OTHER_METRIC, DROPPED_SERIES,
 )  # fmt: skip
-"""In the order in which they are written."""
+"""All families, in the order of the output."""
 
 
 def run_series(run: RunView, status: RunStatus, findings: Sequence[Finding] = ()) -> RunSeries:
     """The samples of a run."""
     latest = {rank: reader.latest_values() for rank, reader in sorted(run.readers.items())}
-    # The fixed families first, and of the others those of rank 0: they are kept if there are too many.
+    # If there are too many samples, the first are kept: the fixed families, then the other metrics of rank 0.
     samples = [*_status_samples(run, status, latest[0]), *_finding_samples(findings), *_validation_samples(run)]
     samples += [sample for rank, values in latest.items() for sample in _recorded_samples(rank, values)]
-    kept: dict[tuple[str, tuple[str, ...]], Sample] = {}
+    kept: dict[tuple[str, tuple[str, ...]], MetricSample] = {}
     for sample in samples:
         if len(kept) < MAX_SERIES and all(len(label) <= MAX_LABEL for label in sample.labels):
             labels = tuple(map(_label_value, sample.labels))
-            kept.setdefault((sample.family.name, labels), Sample(sample.family, sample.value, labels))
-    dropped = Sample(DROPPED_SERIES, len(samples) - len(kept))
+            kept.setdefault((sample.family.name, labels), MetricSample(sample.family, sample.value, labels))
+    dropped = MetricSample(DROPPED_SERIES, len(samples) - len(kept))
     return RunSeries(run.name, [*kept.values(), dropped])
 
 
 def unreadable_run(run: str) -> RunSeries:
     """A run of which nothing can be said at the moment."""
-    return RunSeries(run, [Sample(READABLE, 0)])
+    return RunSeries(run, [MetricSample(READABLE, 0)])
 
 
 def family_text(name: str, kind: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
@@ -161,7 +161,7 @@ def exposition(runs: Iterable[RunSeries]) -> str:
     )
 
 
-def _status_samples(run: RunView, status: RunStatus, latest: dict[str, float]) -> Iterator[Sample]:
+def _status_samples(run: RunView, status: RunStatus, latest: dict[str, float]) -> Iterator[MetricSample]:
     batch_tokens = run.metadata.batch_tokens
     tokens = None if status.step is None or batch_tokens is None else (status.step + 1) * batch_tokens
     values = {
@@ -178,37 +178,39 @@ def _status_samples(run: RunView, status: RunStatus, latest: dict[str, float]) -
         LAST_RECORD_TIME: run.readers[0].last_time,
         **{family: latest.get(name) for name, family in GLOBAL_METRICS.items()},
     }
-    return (Sample(family, value) for family, value in values.items() if value is not None)
+    return (MetricSample(family, value) for family, value in values.items() if value is not None)
 
 
-def _finding_samples(findings: Sequence[Finding]) -> Iterator[Sample]:
-    """Also of levels without a finding: an alert needs the 0."""
+def _finding_samples(findings: Sequence[Finding]) -> Iterator[MetricSample]:
+    """Count the findings of every level, also of levels without any: an alert needs the 0."""
     counts = Counter(finding.level for finding in findings)
-    return (Sample(FINDINGS, counts[level], (level,)) for level in get_args(Level))
+    return (MetricSample(FINDINGS, counts[level], (level,)) for level in get_args(Level))
 
 
-def _validation_samples(run: RunView) -> Iterator[Sample]:
+def _validation_samples(run: RunView) -> Iterator[MetricSample]:
     for name, value in run.latest_validation().items():
-        yield Sample(VALIDATION_BPB, value, (name,))
+        yield MetricSample(VALIDATION_BPB, value, (name,))
     for curve in run.eval_curves():
-        yield Sample(EVALUATION, curve.values[-1], (curve.kind, curve.suite, curve.name, curve.metric))
+        yield MetricSample(EVALUATION, curve.values[-1], (curve.kind, curve.suite, curve.name, curve.metric))
 
 
-def _recorded_samples(rank: int, latest: dict[str, float]) -> Iterator[Sample]:
+def _recorded_samples(rank: int, latest: dict[str, float]) -> Iterator[MetricSample]:
     """The metrics of a rank that are not in ``_status_samples``."""
     for name, value in latest.items():
         prefix, slash, rest = name.partition("/")
         if name in RANK_METRICS:
-            yield Sample(RANK_METRICS[name], value, (str(rank),))
+            yield MetricSample(RANK_METRICS[name], value, (str(rank),))
         elif rank == 0 and prefix + slash in PREFIXES:
-            yield Sample(PREFIXES[prefix + slash], value, (rest,))
+            yield MetricSample(PREFIXES[prefix + slash], value, (rest,))
         elif rank != 0 or name not in (*GLOBAL_METRICS, "tokens"):
-            yield Sample(OTHER_METRIC, value, (name, str(rank)))
+            yield MetricSample(OTHER_METRIC, value, (name, str(rank)))
 
 
 def _label_value(text: str) -> str:
-    """As names are shown everywhere, without control characters. Half a surrogate pair, which UTF-8 cannot represent,
-    is spelled out."""
+    """A name without control characters, as it is shown everywhere.
+
+    Half a surrogate pair, which UTF-8 cannot represent, is spelled out.
+    """
     return sanitize(text).encode("utf-8", "backslashreplace").decode()
 
 

@@ -2,7 +2,7 @@
 
 A record of a million steps is too long to read for one chart. ``record.index.jsonl`` grows with it, one line per chunk
 of 64 step lines: ``{"at": [start, end], "lines": 64, "steps": [first, last], "times": [...], "names": [...],
-"min": [...], "mean": [...], "max": [...], "others": [...]}``. A chunk without ``names`` has those of the previous one.
+"min": [...], "mean": [...], "max": [...], "others": [...]}``. A chunk without ``names`` has the previous names.
 ``others`` are its events in full, and the name, step and byte range of samples and histograms. A start or resume always
 begins a chunk, so that steps which are recomputed later can be skipped. The index covers the record from its first byte
 without a gap; it can be deleted at any time, and is rebuilt from the record.
@@ -125,5 +125,5 @@ def _mean(column: list[float]) -> float:
 
 
 def _round_for_display(value: float) -> float:
-    """Six digits are more than a chart shows, and take half the bytes."""
+    """Round to six digits, which are more than a chart shows and take half the bytes."""
     return float(f"{value:.6g}")

@@ -187,7 +187,7 @@ def is_shallow(value: Any, levels: int = MAX_DEPTH) -> bool:
 
 
 def parse_index_entry(raw: bytes | None, previous_names: tuple[str, ...]) -> IndexEntry:
-    """An index entry. An entry without ``names`` has ``previous_names``, those of the entry before it."""
+    """An index entry. An entry without ``names`` has ``previous_names``, from the entry before it."""
     entry = {"names": list(previous_names), "others": [], **parse_json_line(raw)}
     at, names = _parse_byte_range(entry), entry["names"]
     if not is_count(entry.get("lines")):

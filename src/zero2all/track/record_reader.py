@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,21 @@ class MetricTable:
     high: dict[str, Array] | None = None
 
 
+@dataclass
+class RecentLines:
+    """The newest lines that were read after the index, numbered in reading order."""
+
+    sequence: int = 0  # number of the newest line
+    _numbered: deque[tuple[int, RecordLine]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LINES))
+
+    def add(self, line: RecordLine) -> None:
+        self.sequence += 1
+        self._numbered.append((self.sequence, line))
+
+    def after(self, sequence: int) -> list[RecordLine]:
+        return [line for number, line in list(self._numbered) if number > sequence]
+
+
 class RecordReader:
     """
     >>> reader = RecordReader(LocalRunLocation(Path("runs/first/run")), "record.jsonl")
@@ -67,7 +82,6 @@ class RecordReader:
 
     def __init__(self, location: RunLocation, file: str) -> None:
         self.location, self.file = location, file
-        self.index_file = file.removesuffix(".jsonl") + ".index.jsonl"
         self._reset()
 
     def _reset(self) -> None:
@@ -76,8 +90,7 @@ class RecordReader:
         self.names: dict[str, None] = {}  # in order of first appearance
         self.events: list[EventLine] = []
         self.pointers: dict[LoggedLine, ByteRange] = {}
-        self.recent: deque[tuple[int, RecordLine]] = deque(maxlen=MAX_RECENT_LINES)
-        self.sequence = 0  # lines read after the index; numbers the lines in ``recent``
+        self.recent = RecentLines()
         self.skipped_lines = 0  # invalid lines
         self.damage: dict[str, str] = {}  # by file: where the first invalid line is, and why
         self._reader = LineReader()
@@ -104,6 +117,10 @@ class RecordReader:
         return self._reader.offset > before
 
     @property
+    def index_file(self) -> str:
+        return self.file.removesuffix(".jsonl") + ".index.jsonl"
+
+    @property
     def read_offset(self) -> int:
         return self._reader.offset
 
@@ -117,7 +134,7 @@ class RecordReader:
 
     @property
     def last_time(self) -> float | None:
-        """Of the newest line, whatever it records."""
+        """Time of the newest line, whatever it records."""
         lines: list[StepLine | EventLine] = [*self.tail_lines, *self.events[-1:]]
         times = [chunk.times[1] for chunk in self.chunks[-1:]] + [line.time for line in lines if line.time is not None]
         return max(times, default=None)
@@ -200,8 +217,7 @@ class RecordReader:
 
     def _add_line(self, line: RecordLine, start: int, end: int) -> None:
         assert self._indexer is not None
-        self.sequence += 1
-        self.recent.append((self.sequence, line))
+        self.recent.add(line)
         entry = self._indexer.add(line, start, end)
         if isinstance(line, StepLine):
             self.tail_lines.append(line)
@@ -330,7 +346,7 @@ def _chunks_to_table(chunks: list[RecordChunk], names: list[str], tail: MetricTa
 
 
 def downsample(table: MetricTable, points: int) -> MetricTable:
-    """At most ``points`` rows, each the min, mean and max of a bin: no spike is lost."""
+    """Reduce a table to ``points`` rows, each the min, mean and max of a bin: no spike is lost."""
     rows = len(table.steps)
     if rows <= points:
         return table

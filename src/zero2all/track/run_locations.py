@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from zero2all.console import sanitize
-from zero2all.errors import UsageError
+from zero2all.base.console import sanitize
+from zero2all.base.errors import UsageError
+from zero2all.base.workspace import DEFAULT_RUN, MAX_DEPTH, UNSEARCHED_PATTERNS, find_directories
 from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
-from zero2all.workspace import DEFAULT_RUN, MAX_DEPTH, UNSEARCHED_PATTERNS, find_directories
 
 PLAN_FILE = "plan.json"
 METADATA_FILES = ("recipe.yaml", "identity.json", "environment.json", PLAN_FILE)
@@ -120,7 +120,7 @@ def find_runs(targets: list[str], ssh: str = "ssh") -> list[RunLocation]:
 
 
 def _runs_of(target: str, ssh: str) -> Sequence[LocalRunLocation | SshRunLocation]:
-    """Sorted, each with its path below the target as its name."""
+    """The runs below a target, sorted; the name of each is its path below the target."""
     locations: Sequence[LocalRunLocation | SshRunLocation]
     if target.startswith("ssh://"):
         address, path = parse_address(target)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.records import parse_record
+from zero2all.base.redact import redact
+from zero2all.base.units import show_bytes
 from zero2all.recipe.safe_yaml import MAX_FILE_BYTES, read_yaml
-from zero2all.records import parse_record
-from zero2all.redact import redact
 from zero2all.track.record_lines import is_count, is_shallow
 from zero2all.track.run_locations import PLAN_FILE, RunLocation
-from zero2all.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class PlannedValue:
     name: str
     unit: str
     metric: str
-    """In the record."""
+    """Name of the metric in the record."""
     planned: float
     note: str = ""
     scale: float = 1.0
-    """Of the unit: 1e9 for GB of a metric in bytes."""
+    """Size of the unit: 1e9 for GB of a metric in bytes."""
     over: Literal["median", "most"] = "median"
 
 
@@ -67,7 +67,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """As far as the files exist; ``damage`` lists the ones that are invalid, and why."""
+    """What the metadata files say, as far as they exist; ``damage`` lists the invalid ones, and why."""
 
     name: str = ""
     sources: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class RunMetadata:
     batch_tokens: int | None = None
     objective: ObjectiveMetadata = ObjectiveMetadata()
     sources_left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By stage: those that its mixture does not have."""
+    """Sources that the mixture of a stage does not have, by stage."""
     recipe: str = ""
     environment: dict[str, Any] | None = None
     plan: PlannedRun | None = None

@@ -127,7 +127,7 @@ class RunRecord:
 class RunRecordWriter:
     """Writes a record and its index, on the record's own thread. What a full disk did not take stays buffered."""
 
-    def __init__(self, path: Path, sync_events: bool = True) -> None:
+    def __init__(self, path: Path, *, sync_events: bool = True) -> None:
         self._path, self._sync_events = path, sync_events
         self._file: AppendFile | None = None
         self._index: AppendFile | None = None

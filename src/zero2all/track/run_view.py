@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,13 @@ from typing import Any
 import numpy as np
 from pydantic import computed_field
 
-from zero2all.errors import Z2aError
+from zero2all.base.errors import Z2aError
+from zero2all.base.units import show_bytes
 from zero2all.track.eval_record import EvalCurve, EvalReader
-from zero2all.track.record_lines import (
-    RESTART_EVENTS,
-    EventLine,
-    HistogramLine,
-    LoggedLine,
-    RecordLine,
-    SampleLine,
-    is_count,
-)
+from zero2all.track.record_lines import RESTART_EVENTS, EventLine, HistogramLine, LoggedLine, SampleLine, is_count
 from zero2all.track.record_reader import Array, MetricTable, RecordReader
 from zero2all.track.run_locations import EVALS_FILE, METADATA_FILES, RECORD_FILE, LocalRunLocation, RunLocation
 from zero2all.track.run_metadata import PlannedRun, PlannedValue, RunMetadata, read_run_metadata
-from zero2all.units import show_bytes
 
 RANK_RECORD_PATTERN = re.compile(r"record\.rank([0-9]+)\.jsonl")
 HEADLINE_METRICS: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "tokens")
@@ -41,9 +32,9 @@ class RunStatus:
     name: str
     step: int | None = None
     steps: int | None = None
-    """In all."""
+    """Number of steps in the whole run."""
     time: float | None = None
-    """Of the last step."""
+    """Time of the last step."""
     latest: dict[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
     seconds_left: float | None = None
@@ -76,7 +67,7 @@ class RunView:
         try:
             sizes = self.location.file_sizes()
         except Exception as error:
-            self._set_read_error(error)
+            self.read_error = error_message(error)
             return self.read_error != before
         for file in sizes:
             if match := RANK_RECORD_PATTERN.fullmatch(file):
@@ -86,7 +77,7 @@ class RunView:
             try:
                 changed = update(sizes) or changed
             except Exception as error:  # the other files and runs are still shown
-                self._set_read_error(error)
+                self.read_error = error_message(error)
         return changed or self.read_error != before
 
     def read_to_end(self, seconds: float = 300.0) -> None:
@@ -99,9 +90,6 @@ class RunView:
                 return
             read = now
             self.refresh()
-
-    def _set_read_error(self, error: Exception) -> None:
-        self.read_error = error_message(error)
 
     @property
     def damage(self) -> list[str]:
@@ -118,7 +106,7 @@ class RunView:
 
     @property
     def names(self) -> list[str]:
-        """Metric names: those of rank 0 as they are, of rank r as ``name@r``, then those of evaluations."""
+        """Metric names: rank 0 without a suffix, rank r as ``name@r``, then the evaluations."""
         recorded = [
             name if rank == 0 else f"{name}@{rank}"
             for rank, reader in sorted(self.readers.items())
@@ -151,13 +139,13 @@ class RunView:
         return self.readers[rank].table(names, first, last, points)
 
     def finite_values(self, name: str, points: int = 10**9, rank: int = 0) -> Array:
-        """Of one metric, in step order."""
+        """The finite values of one metric, in step order."""
         values = self.table([name], points=points, rank=rank).mean[name]
         return values[np.isfinite(values)]
 
     def validation_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
         """Bits per byte, one row per evaluation: ``validation/all``, then a column per source and per test set."""
-        rows = [(event.step, event) for event in self._validations() if event.step is not None]
+        rows = [(event.step, event) for event in _validations(self.events) if event.step is not None]
         rows = [(step, event) for step, event in rows if first <= step <= last]
         by_name: dict[str, list[float]] = {}
         for number, (_, event) in enumerate(rows):
@@ -171,31 +159,11 @@ class RunView:
 
     def latest_validation(self) -> dict[str, float]:
         """Bits per byte of the newest validation: of ``all``, of each source and of each test set."""
-        return next((_validation_values(event) for event in reversed(self._validations())), {})
-
-    def _validations(self) -> list[EventLine]:
-        return [
-            event
-            for event in self.events
-            if event.event == "evaluation" and "bits_per_byte" in event.details and event.step is not None
-        ]
+        return next((_validation_values(event) for event in reversed(_validations(self.events))), {})
 
     def eval_curves(self) -> list[EvalCurve]:
         """The evaluations of its checkpoints, without those that it abandoned when it resumed from an earlier one."""
         return self.evals.curves(self.events)
-
-    def eval_table(self, first: float = -math.inf, last: float = math.inf) -> MetricTable:
-        """The evaluations of its checkpoints, one row per step and one column per name."""
-        curves = self.eval_curves()
-        times = {step: time for curve in curves for step, time in zip(curve.steps, curve.times, strict=True)}
-        steps = sorted(step for step in times if first <= step <= last)
-        by_name = {}
-        for curve in curves:
-            values = dict(zip(curve.steps, curve.values, strict=True))
-            by_name[curve.metric_name] = np.array([values.get(step, math.nan) for step in steps])
-        return MetricTable(
-            np.array(steps, dtype=np.float64), np.array([times[step] for step in steps], dtype=np.float64), by_name
-        )
 
     def status(self) -> RunStatus:
         wanted = [name for name in HEADLINE_METRICS if name in self.readers[0].names]
@@ -213,26 +181,11 @@ class RunView:
             latest={name: value for name, value in latest.items() if value is not None},
             step_seconds=seconds,
             seconds_left=left,
-            goodput=self.goodput(),
+            goodput=_goodput(self),
             ended=self.ended,
             trouble=self.read_error,
             damage=self.damage,
         )
-
-    def goodput(self) -> float | None:
-        """Fraction of the time since the first start spent on steps that count: recorded by the run at its end, before
-        that estimated from the median step time."""
-        recorded = [event.details.get("goodput") for event in self.events if event.event == "goodput"]
-        if recorded and recorded[-1] is not None and self.ended is not None:
-            return float(recorded[-1])
-        steps, times = self.readers[0].step_times()
-        starts = [event.time for event in self.events if event.event == "start" and event.time is not None]
-        moved = np.diff(steps) > 0
-        if not moved.any():
-            return None
-        pace = float(np.median(np.diff(times)[moved] / np.diff(steps)[moved]))
-        elapsed = float(times[-1]) - (starts[0] if starts else float(times[0]))
-        return min(1.0, pace * (float(steps[-1] - steps[0]) + 1) / elapsed) if elapsed > 0 else None
 
     def tokens_at(self, table: MetricTable) -> list[float] | None:
         """Tokens seen at each row, from the record or else from the recipe."""
@@ -253,9 +206,6 @@ class RunView:
                 steps.setdefault(logged.name, []).append(logged.step)
         return steps
 
-    def lines_after(self, sequence: int) -> Iterator[tuple[int, RecordLine]]:
-        return ((number, line) for number, line in list(self.readers[0].recent) if number > sequence)
-
     def _read_metadata(self, sizes: dict[str, int]) -> bool:
         wanted = {name: size for name, size in sizes.items() if name in METADATA_FILES}
         if wanted == self._metadata_sizes:
@@ -263,12 +213,6 @@ class RunView:
         self.metadata = read_run_metadata(self.location, wanted)
         self._metadata_sizes = wanted
         return True
-
-    @property
-    def silent_seconds(self) -> float | None:
-        """Seconds since the last line, for a run that has not ended."""
-        last = self.table([], first=(self.last_step or 0) - 1).times
-        return time.time() - float(last[-1]) if len(last) and self.ended is None else None
 
 
 def read_run_view(directory: Path) -> RunView:
@@ -281,6 +225,32 @@ def read_run_view(directory: Path) -> RunView:
 def error_message(error: Exception) -> str:
     """Why a run cannot be read or checked, in one line."""
     return str(error) if isinstance(error, Z2aError) else f"this is a bug in zero2all: {type(error).__name__}: {error}"
+
+
+def _goodput(run: RunView) -> float | None:
+    """Fraction of the time since the first start that was spent on steps that count.
+
+    The run records it at its end. Before that, it is estimated from the median step time.
+    """
+    recorded = [event.details.get("goodput") for event in run.events if event.event == "goodput"]
+    if recorded and recorded[-1] is not None and run.ended is not None:
+        return float(recorded[-1])
+    steps, times = run.readers[0].step_times()
+    starts = [event.time for event in run.events if event.event == "start" and event.time is not None]
+    moved = np.diff(steps) > 0
+    if not moved.any():
+        return None
+    pace = float(np.median(np.diff(times)[moved] / np.diff(steps)[moved]))
+    elapsed = float(times[-1]) - (starts[0] if starts else float(times[0]))
+    return min(1.0, pace * (float(steps[-1] - steps[0]) + 1) / elapsed) if elapsed > 0 else None
+
+
+def _validations(events: list[EventLine]) -> list[EventLine]:
+    return [
+        event
+        for event in events
+        if event.event == "evaluation" and "bits_per_byte" in event.details and event.step is not None
+    ]
 
 
 def _validation_values(event: EventLine) -> dict[str, float]:
@@ -319,7 +289,7 @@ class PlanCheck:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ratio(self) -> float:
-        """Measured to planned."""
+        """Ratio of the measured to the planned value."""
         return self.measured / self.planned if self.planned else math.nan
 
 
@@ -334,7 +304,7 @@ def compare_with_run(planned: PlannedRun, view: RunView) -> list[PlanCheck]:
 
 
 def run_checks(view: RunView) -> list[PlanCheck]:
-    """By the plan in the run's directory; none without one."""
+    """Compare a run with the plan in its directory; without a plan, there are no checks."""
     return compare_with_run(view.metadata.plan, view) if view.metadata.plan is not None else []
 
 

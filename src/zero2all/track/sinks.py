@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero2all.console import warn
-from zero2all.errors import UsageError, Z2aError, need
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError, Z2aError, need
 from zero2all.recipe import Mistake, Recipe
 from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 
@@ -33,6 +33,33 @@ BATCH_LINES = 1_000
 POLL_SECONDS = 0.1  # between two polls of the queue
 RETRY_SECONDS = 1.0
 CLOSE_TIMEOUT = 20.0  # seconds that the end of a run waits for a slow disk or service
+
+
+class _Warnings:
+    """Warns once when a writer begins to fail, once when it works again, and once when it does not keep up."""
+
+    def __init__(self, name: str, fate: str) -> None:
+        """``fate`` is what happens to the lines while the writer fails."""
+        self.name, self.failure = name, ""
+        self._fate = fate
+        self._given: set[str] = set()
+
+    def note_failure(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+        self._warn_once("fails", f"{self.name} fails ({self.failure}); training continues, its lines {self._fate}")
+
+    def note_success(self) -> None:
+        if self.failure:
+            self.failure = ""
+            self._warn_once("works", f"{self.name} works again")
+
+    def note_full(self) -> None:
+        self._warn_once("full", f"{self.name} does not keep up; lines are dropped until it does")
+
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._given:
+            self._given.add(what)
+            warn(message)
 
 
 class AsyncWriter:
@@ -48,18 +75,17 @@ class AsyncWriter:
         name: str,
         deliver: Callable[[list[Any]], None],
         finish: Callable[[], None] = lambda: None,
+        *,
         retry: bool = False,
         capacity: int = QUEUE_CAPACITY,
         every: float = POLL_SECONDS,
     ) -> None:
-        self.name, self.dropped, self._every = name, 0, every
-        self._deliver, self._finish, self._retry, self._capacity = deliver, finish, retry, capacity
-        self._batch_lines = BATCH_LINES if retry else 1
+        self.dropped = 0
+        self._deliver, self._finish, self._retry, self._capacity, self._every = deliver, finish, retry, capacity, every
         self._queue: deque[Any] = deque()
         self._enqueued = self._delivered = 0
         self._lock = threading.Lock()  # never held over anything slow
-        self._failure: str | None = None
-        self._warned: set[str] = set()
+        self._warnings = _Warnings(name, "wait in memory" if retry else "are lost")
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"z2a-{name}", daemon=True)
         self._thread.start()
@@ -73,14 +99,14 @@ class AsyncWriter:
                 self._enqueued += 1
                 self._queue.append(item)
         if full:
-            self._warn_once("full", f"{self.name} does not keep up; lines are dropped until it does")
+            self._warnings.note_full()
 
     def flush(self, timeout: float = CLOSE_TIMEOUT) -> bool:
         """Wait until every queued item is delivered. Returns False at once while deliveries fail."""
         target, until = self._enqueued, time.monotonic() + timeout
         self._wake.set()
         while self._delivered < target:
-            if self._failure is not None or not self._thread.is_alive() or time.monotonic() > until:
+            if self._warnings.failure or not self._thread.is_alive() or time.monotonic() > until:
                 return False
             time.sleep(0.001)
         return self.dropped == 0
@@ -95,7 +121,7 @@ class AsyncWriter:
         self._thread.join(CLOSE_TIMEOUT)
         lost = self.dropped + len(self._queue)
         if lost:
-            warn(f"{self.name}: {lost} lines are lost ({self._failure or 'it was too slow'})")
+            warn(f"{self._warnings.name}: {lost} lines are lost ({self._warnings.failure or 'it was too slow'})")
 
     def _run(self) -> None:
         while True:
@@ -108,39 +134,25 @@ class AsyncWriter:
         try:
             self._finish()
         except Exception as error:
-            self._note_failure(error)
+            self._warnings.note_failure(error)
 
     def _drain(self) -> bool:
+        most = BATCH_LINES if self._retry else 1
         while self._queue:
-            batch = [self._queue[number] for number in range(min(len(self._queue), self._batch_lines))]
+            batch = [self._queue[number] for number in range(min(len(self._queue), most))]
             try:
                 self._deliver(batch)
             except Exception as error:  # whatever fails here, training continues
-                self._note_failure(error)
+                self._warnings.note_failure(error)
                 if self._retry:
                     return False
                 self.dropped += len(batch)
             else:
-                self._note_recovery()
+                self._warnings.note_success()
             for _ in batch:
                 self._queue.popleft()
             self._delivered += len(batch)
         return True
-
-    def _note_failure(self, error: Exception) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
-        waiting = "its lines wait in memory" if self._retry else "its lines are lost"
-        self._warn_once("fails", f"{self.name} fails ({self._failure}); training continues, {waiting}")
-
-    def _note_recovery(self) -> None:
-        if self._failure is not None:
-            self._failure = None
-            self._warn_once("works", f"{self.name} works again")
-
-    def _warn_once(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warn(message)
 
 
 class Sink(Protocol):
@@ -182,11 +194,16 @@ class TensorBoard:
         centers = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
         total = sum(counts)
         self._writer.add_histogram_raw(
-            name, edges[0], edges[-1], total,
+            name,
+            edges[0],
+            edges[-1],
+            total,
             sum(count * center for count, center in zip(counts, centers, strict=True)),
             sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
-            edges[1:], counts, step,
-        )  # fmt: skip
+            edges[1:],
+            counts,
+            step,
+        )
 
     def close(self) -> None:
         self._writer.close()

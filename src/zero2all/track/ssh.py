@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import IO
 from urllib.parse import unquote, urlsplit
 
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 
 ANSWER_TIMEOUT = 20.0  # seconds for one response,
 MIN_BYTES_PER_SECOND = 64 * 2**10  # plus the time for its byte limit at this rate
@@ -93,7 +93,7 @@ class SshConnection:
         return [line.removeprefix("./") for line in self._lines(f"cd -- {shlex.quote(directory)} && {find}")]
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """At most ``length`` bytes from ``start`` on; fewer at the end of the file."""
+        """Read up to ``length`` bytes from ``start`` on; fewer at the end of the file."""
         return self._run_script(f"tail -c +{start + 1} -- {shlex.quote(path)} | head -c {length}", length)
 
     def close(self) -> None:

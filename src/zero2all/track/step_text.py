@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rich.cells import cell_len, set_cell_size
 
-from zero2all.units import show_bytes, show_count, show_seconds
+from zero2all.base.units import show_bytes, show_count, show_seconds
 
 COLUMNS = 100
 NAME_COLUMNS = 24  # of a source; a Chinese character takes two

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from zero2all.cpus import OtherCpuUse
+from zero2all.base.machine.cpus import OtherCpuUse
 
 GIB = 2**30
 

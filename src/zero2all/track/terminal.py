@@ -14,17 +14,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from zero2all.charts.plot import Curve, Plot
-from zero2all.charts.terminal import LABEL_WIDTH, line_text
-from zero2all.console import sanitize
-from zero2all.findings import COLOURS, Finding
+from zero2all.base.charts.plot import Curve, Plot
+from zero2all.base.charts.terminal import LABEL_WIDTH, line_text
+from zero2all.base.console import sanitize
+from zero2all.base.findings import COLOURS, Finding
+from zero2all.base.units import show_count
 from zero2all.track.goodput import GoodputReport, compute_run_goodput, format_goodput
 from zero2all.track.health_checks import check_health
 from zero2all.track.record_reader import MetricTable
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunStatus, RunView, error_message
 from zero2all.track.step_text import step_line
-from zero2all.units import show_count
 
 PLOTTED_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second")
 REFRESH_SECONDS = 1.0
@@ -37,7 +37,7 @@ class CheckedStatus(RunStatus):
 
     verdicts: list[Finding] = field(default_factory=list)
     lost_time: GoodputReport | None = None
-    """Of a run on this machine."""
+    """The lost time of a run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _health_report_lines(run: RunView) -> list[str]:
 
 
 def _progress_line(status: RunStatus) -> str:
-    """As the log of training prints it."""
+    """The line that the log of training prints."""
     if status.step is None:
         return "no step yet"
     return step_line(status.step + 1, status.steps, status.latest, status.seconds_left)

@@ -6,8 +6,8 @@
 
 from zero2all.train.blame import blame_step, trace_step
 from zero2all.train.extension import ScheduleChangedError
-from zero2all.train.hooks import TrainerHooks
 from zero2all.train.initial_weights import find_weights, open_weights
+from zero2all.train.job import TrainerHooks
 from zero2all.train.run import Run
 from zero2all.train.trainer import Trainer, TrainSummary, train
 

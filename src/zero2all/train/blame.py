@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zero2all.errors import UsageError, Z2aError
-from zero2all.model import document_starts
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.model import ModelInputs, document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.train.run import Run, resolve_model_config
 
@@ -49,7 +49,7 @@ def trace_text(run: Run, step: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
+def blame_step(run: Run, step: int, *, lowest: bool = False) -> dict[str, Any]:
     """What ``trace_text`` returns, each document span with its mean loss, highest loss first.
 
     With ``lowest`` the lowest is first: text that the model knows already, such as repeated text.
@@ -64,9 +64,11 @@ def blame_step(run: Run, step: int, lowest: bool = False) -> dict[str, Any]:
     losses = torch.cat(
         [
             model(
-                sample[:, :-1],
-                targets_BS=sample[:, 1:],
-                doc_starts_BS=None if starts is None else starts[row : row + 1],
+                ModelInputs(
+                    sample[:, :-1],
+                    targets_BS=sample[:, 1:],
+                    doc_starts_BS=None if starts is None else starts[row : row + 1],
+                )
             )
             for row, sample in enumerate(torch.split(batch, 1))
         ]

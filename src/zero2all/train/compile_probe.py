@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from zero2all.base.console import say, warn
+from zero2all.base.machine.devices import wants_compile
 from zero2all.checkpoint import RankGroup
-from zero2all.console import say, warn
-from zero2all.hardware import wants_compile
 from zero2all.model import Z2all
 from zero2all.parallel.activation_checkpoint import apply_ac
 from zero2all.parallel.float8 import apply_float8

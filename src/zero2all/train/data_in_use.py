@@ -7,15 +7,15 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import read_record, sha256_file
+from zero2all.base.workspace import IDENTITY_FILE, find_runs_below
 from zero2all.checkpoint import RunIdentity
-from zero2all.console import warn
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import read_record, sha256_file
 from zero2all.recipe import Recipe
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
-from zero2all.workspace import IDENTITY_FILE, find_runs_below
 
 MAX_LISTED_RUNS = 3
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.elastic.heartbeat import DEVICE_WATCH
-from zero2all.hardware import copy_to_device, on_current_device
+from zero2all.base.machine.devices import copy_to_device, on_current_device
+from zero2all.cluster.launch.heartbeat import DEVICE_WATCH
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.parallel.mesh import shard_range, split_batch
@@ -51,7 +51,7 @@ class DeviceBatch:
 class BatchCopier:
     """Copies a batch to a device, on a CUDA stream of its own.
 
-    >>> copier = BatchCopier(device, model.micro_batch_rows)
+    >>> copier = BatchCopier(device, model.runner.micro_batch_rows)
     >>> copier.copy(inputs, targets, doc_starts=None, micro_batch_size=4)  # in the thread of the loader
     """
 
@@ -105,7 +105,7 @@ class BatchAnswers:
     """The answers in a batch."""
 
     rows: list[RowAnswers]
-    """Of this rank's rows, without padding."""
+    """The answers in this rank's rows, without padding."""
     counts: AnswerCounts
     """Over all ranks."""
 

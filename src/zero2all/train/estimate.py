@@ -4,145 +4,46 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict
 
 import torch
 
+from zero2all.base.errors import Z2aError, is_out_of_memory
+from zero2all.base.io import MANIFEST
+from zero2all.base.machine.devices import device_title, dtype_name, pick_device, wants_compile
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.checkpoint import InitialWeights
-from zero2all.errors import Z2aError, is_out_of_memory
-from zero2all.gpu_specs import Gpu
-from zero2all.hardware import device_title, dtype_name, pick_device, wants_compile
-from zero2all.io import MANIFEST
 from zero2all.model.cost.describe import with_precision_of
 from zero2all.model.cost.flops import flops_per_token
-from zero2all.model.cost.model_size import ParameterCounts, count_parameters
-from zero2all.parallel.mesh import BatchSplit, ParallelDims, split_stage
-from zero2all.planner.plan_text import memory_lines
-from zero2all.planner.rank_plan import MemoryPlan, plan_recipe_memory
+from zero2all.model.cost.model_size import count_parameters
+from zero2all.parallel.mesh import ParallelDims, split_stage
+from zero2all.planner.rank_plan import plan_recipe_memory
 from zero2all.planner.workload import GPU, planned_dtype
 from zero2all.recipe import Recipe, ResolvedStage
 from zero2all.recipe.load import with_vocab_size
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore, estimate_source_tokens
-from zero2all.train.extension import PlannedRun, continue_schedule
-from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, with_hyperparameters
-from zero2all.train.initial_weights import find_weights, initial_weights_line, plan_initial_weights
+from zero2all.train.extension import ScheduledRun, continue_schedule
+from zero2all.train.hyperparameters import choose_hyperparameters, with_hyperparameters
+from zero2all.train.initial_weights import find_weights, plan_initial_weights
 from zero2all.train.micro_batch import estimate_micro_batch, free_device_memory
 from zero2all.train.plan import Plan, StagePlan
 from zero2all.train.run import Run, resolve_model_config
-from zero2all.train.show_plan import (
-    LRHistory,
-    ScalingAdvice,
-    advice_line,
-    epoch_warnings,
-    epochs_line,
-    lr_plot,
-    read_lr_history,
-    scaling_advice,
-    split_line,
-    stage_line,
+from zero2all.train.show_estimate import (
+    EstimatedRun,
+    LearningRates,
+    RunEstimate,
+    StageEstimate,
+    TimeEstimate,
+    TokensState,
+    schedule_lines,
 )
+from zero2all.train.show_plan import epoch_warnings, read_lr_history, scaling_advice
 from zero2all.train.step_timing import TIMED_STEPS, StepTiming, time_steps
-from zero2all.units import show_count, show_seconds
 
-TokensState = Literal["built", "estimated", "unknown"]
-UNKNOWN = "unknown until 'z2a tokens build RECIPE'"
 SCHEDULE_POINTS = 60
 UNKNOWN_TOKENS = 2**50  # of each source, where only a plan without epochs is asked for
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """One stage of training. None is what depends on tokens that are not built."""
-
-    name: str
-    length: str
-    """As in the recipe, such as ``1 epochs``."""
-    seq_len: int
-    batch_tokens: int
-    """After any batch ramp."""
-    batch: BatchSplit
-    ramp_steps: int | None
-    steps: int | None
-    tokens: int | None
-    epochs: dict[str, float] | None
-    """Of each source in this stage."""
-    flops_per_token: int
-    flops: float | None
-
-
-@dataclass(frozen=True)
-class TimeEstimate:
-    """How long training takes, and how that is known."""
-
-    basis: Literal["measured", "unknown"]
-    device: str
-    mfu: float | None
-    tokens_per_second: float | None
-    """Over all ranks, on average over the stages."""
-    seconds: float | None
-    """Of all steps."""
-    note: str
-
-
-@dataclass(frozen=True)
-class LearningRates:
-    """Peak rates, and the schedule at some steps; None if the number of steps is unknown."""
-
-    lr: float
-    muon_lr: float | None
-    schedule: dict[int, float] | None
-    """Learning rate by step."""
-    chosen: list[ChosenValue]
-
-
-@dataclass(frozen=True)
-class RunEstimate:
-    """The result of ``estimate_run``."""
-
-    run: str
-    parameters: ParameterCounts
-    world_size: int
-    mesh: dict[str, int]
-    compute_dtype: str
-    token_counts: TokensState
-    """Whether token counts are those of the store, estimated from documents, or unknown."""
-    steps: int | None
-    tokens: int | None
-    trained_steps: int
-    """Of the newest checkpoint of the run."""
-    trained_tokens: int
-    initial_weights: InitialWeights | None
-    """What a run that has no checkpoint yet begins with; None for random weights."""
-    stages: list[StageEstimate]
-    epochs: dict[str, float] | None
-    learning_rates: LearningRates
-    advice: ScalingAdvice | None
-    flops: float | None
-    warnings: list[str]
-    memory_per_rank: MemoryPlan | None
-    """On this machine, as is ``time``: None if a GPU was named, for which the plan has both."""
-    time: TimeEstimate | None
-
-
-@dataclass(frozen=True)
-class EstimatedRun:
-    recipe: Recipe
-    """With every value that the recipe leaves open."""
-    estimate: RunEstimate
-    lines: list[str]
-    """The same for a person, without memory and time."""
-
-    @property
-    def text(self) -> str:
-        """With memory and time on this machine."""
-        estimate = self.estimate
-        assert estimate.memory_per_rank is not None
-        assert estimate.time is not None
-        memory = memory_lines(estimate.memory_per_rank, None, estimate.mesh["pp"])
-        return "\n".join([_head_line(estimate), *self.lines, *memory, _flops_line(estimate), _time_line(estimate)])
 
 
 def estimate_run(recipe: Recipe, world_size: int | None = None, gpu: Gpu | None = None) -> EstimatedRun:
@@ -201,7 +102,7 @@ def estimate_run(recipe: Recipe, world_size: int | None = None, gpu: Gpu | None 
         memory_per_rank=plan_recipe_memory(recipe, world_size, device) if gpu is None else None,
         time=_measured_time(recipe, stages, dims, device, unavailable, store) if gpu is None else None,
     )
-    lines = _schedule_lines(estimate, plan, read_lr_history(run.directory, trained_steps))
+    lines = schedule_lines(estimate, plan, read_lr_history(run.directory, trained_steps))
     return EstimatedRun(recipe, estimate, lines)
 
 
@@ -225,8 +126,8 @@ def _resumed_plan(recipe: Recipe, plan: Plan | None, run: Run, trained_steps: in
         return plan, [f"the run is at step {trained_steps} already, past the {plan.total_steps} asked for"]
     try:
         stored = run.stored_recipe() or recipe
-        before = PlannedRun(stored, Plan(stored, plan.store))
-        return continue_schedule(before, PlannedRun(recipe, plan), trained_steps, None).plan, []
+        before = ScheduledRun(stored, Plan(stored, plan.store))
+        return continue_schedule(before, ScheduledRun(recipe, plan), trained_steps, None).plan, []
     except Z2aError as error:
         return plan, [str(error)]
 
@@ -271,7 +172,7 @@ def _target_device(recipe: Recipe, gpu: Gpu | None) -> tuple[torch.device, str]:
 
 
 def _estimate_stage(
-    stage: ResolvedStage, planned: StagePlan | None, recipe: Recipe, dims: ParallelDims, knows_epochs: bool
+    stage: ResolvedStage, planned: StagePlan | None, recipe: Recipe, dims: ParallelDims, *, knows_epochs: bool
 ) -> StageEstimate:
     flops = flops_per_token(recipe.model, stage.seq_len).model
     tokens = None if planned is None else planned.tokens_before(planned.end_step)
@@ -351,9 +252,14 @@ def _time_largest_stage(
     stage, samples = recipe.train.resolved_stages()[largest], stages[largest].batch.samples
     if isinstance(store, TokenStore):
         dataset = PackedDataset(
-            store, stage.seq_len, recipe.seed, stage.name, stage.mixture, recipe.train.conversations,
-            recipe.train.document_mask,
-        )  # fmt: skip
+            store,
+            stage.seq_len,
+            recipe.seed,
+            stage.name,
+            stage.mixture,
+            recipe.train.conversations,
+            document_mask=recipe.train.document_mask,
+        )
         read = dataset.read(0, samples)
         tokens = torch.from_numpy(read.tokens)
         is_first = None if read.is_first is None else torch.from_numpy(read.is_first)
@@ -362,64 +268,3 @@ def _time_largest_stage(
         tokens = torch.randint(0, recipe.model.vocab_size or 1, shape, generator=generator)
         is_first = torch.zeros(shape, dtype=torch.bool) if recipe.train.masks_documents else None
     return time_steps(recipe, stage, tokens, is_first, device)
-
-
-def _head_line(estimate: RunEstimate) -> str:
-    parameters, mesh = estimate.parameters, [f"{name} {size}" for name, size in estimate.mesh.items() if size > 1]
-    active = f", {show_count(parameters.active)} active" if parameters.active != parameters.total else ""
-    return f"{estimate.run}: {show_count(parameters.total)} parameters{active}, {estimate.compute_dtype}, " + (
-        f"{estimate.world_size} ranks ({' x '.join(mesh)})" if mesh else "one process"
-    )
-
-
-def _schedule_lines(estimate: RunEstimate, plan: Plan | None, history: LRHistory | None) -> list[str]:
-    lines = [f"chosen: {value}" for value in estimate.learning_rates.chosen]
-    if estimate.trained_steps:
-        lines.append(f"the run has a checkpoint of step {estimate.trained_steps}; steps and time include these")
-    if estimate.initial_weights is not None:
-        lines.append(initial_weights_line(estimate.initial_weights))
-    for number, stage in enumerate(estimate.stages):
-        planned = None if plan is None else plan.stages[number]
-        lines += _stage_lines(stage, planned, only=len(estimate.stages) == 1)
-    if estimate.epochs is None:
-        lines.append(f"epochs of each source: {UNKNOWN}")
-    else:
-        how = " (estimated from the size of the documents)" if estimate.token_counts == "estimated" else ""
-        lines.append(epochs_line(estimate.epochs) + how)
-    if plan is not None and plan.total_steps > 1:
-        lines += lr_plot(plan, estimate.learning_rates.lr, history)
-    if estimate.advice is not None:
-        lines.append(advice_line(estimate.advice))
-    return lines + [f"warning: {warning}" for warning in estimate.warnings]
-
-
-def _stage_lines(stage: StageEstimate, planned: StagePlan | None, only: bool) -> list[str]:
-    head = f"stage {stage.name}: {stage.length}, number of steps {UNKNOWN}"
-    lines = [head if planned is None else stage_line(planned), f"  {split_line(stage.batch, stage.seq_len)}"]
-    if not only:
-        lines += [f"  {epochs_line(stage.epochs)}"] if stage.epochs is not None else []
-        lines.append(f"  {show_count(stage.flops_per_token)} FLOPs per token" + _total_flops(stage.flops))
-    return lines
-
-
-def _flops_line(estimate: RunEstimate) -> str:
-    per_token = " / ".join(dict.fromkeys(show_count(stage.flops_per_token) for stage in estimate.stages))
-    return f"FLOPs: {per_token} per token" + _total_flops(estimate.flops)
-
-
-def _total_flops(flops: float | None) -> str:
-    return f", {flops:.2e} in total" if flops is not None else f", in total {UNKNOWN}"
-
-
-def _time_line(estimate: RunEstimate) -> str:
-    known = estimate.time
-    assert known is not None
-    if known.basis == "unknown":
-        return f"time: {known.note}"
-    total = f"time: {UNKNOWN}" if known.seconds is None else f"time: {show_seconds(known.seconds)}"
-    if known.seconds is not None and estimate.world_size > 1:
-        total += f" ({known.seconds * estimate.world_size / 3600:,.1f} device hours)"
-    if known.seconds and estimate.trained_tokens and estimate.tokens:
-        total += f", {show_seconds(known.seconds * (1 - estimate.trained_tokens / estimate.tokens))} of it left"
-    speed = f" on {known.device}, {show_count(round(known.tokens_per_second or 0))} tok/s at an MFU of {known.mfu:.1%}"
-    return f"{total}{speed} (measured: {known.note})"

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from zero2all.console import warn
-from zero2all.errors import UsageError
+from zero2all.base.console import warn
+from zero2all.base.errors import UsageError
+from zero2all.base.workspace import NEW_RUN_COMMAND
 from zero2all.recipe import ExtendMode, ExtensionRecipe, Recipe, ScheduleRecipe
 from zero2all.train.plan import Plan, StagePlan
-from zero2all.workspace import NEW_RUN_COMMAND
 
 EXPLANATIONS: dict[ExtendMode, str] = {
     "constant": "stays as it is",
@@ -29,24 +29,24 @@ class ScheduleChangedError(UsageError):
 
 
 @dataclass(frozen=True)
-class PlannedRun:
+class ScheduledRun:
     """A recipe and its plan."""
 
     recipe: Recipe
     plan: Plan
 
-    def with_extensions(self, extensions: Sequence[ExtensionRecipe]) -> PlannedRun:
+    def with_extensions(self, extensions: Sequence[ExtensionRecipe]) -> ScheduledRun:
         if list(extensions) == self.recipe.train.extensions:
             return self
         train = self.recipe.train.model_copy(update={"extensions": list(extensions)})
         recipe = self.recipe.model_copy(update={"train": train})
-        return PlannedRun(recipe, Plan(recipe, self.plan.store))
+        return ScheduledRun(recipe, Plan(recipe, self.plan.store))
 
     def learning_rate(self, step: int) -> float:
         return self.recipe.train.optimizer.peak_lr * self.plan.stage_of(step).lr_multiplier(step)
 
 
-def continue_schedule(before: PlannedRun, now: PlannedRun, step: int, choice: ExtendMode | None) -> PlannedRun:
+def continue_schedule(before: ScheduledRun, now: ScheduledRun, step: int, choice: ExtendMode | None) -> ScheduledRun:
     """``now`` with the extensions of the run, and a new one at ``step`` if the schedule of a begun stage has changed.
 
     ``before`` is what the last start planned: it has the learning rates of all steps before ``step``. They depend on
@@ -75,7 +75,7 @@ def continue_schedule(before: PlannedRun, now: PlannedRun, step: int, choice: Ex
     elif choice in (None, "as-planned") or planned.schedule == trained.schedule or planned.end_step <= step:
         return resumed
 
-    def extended(mode: ExtendMode) -> PlannedRun:
+    def extended(mode: ExtendMode) -> ScheduledRun:
         entry = ExtensionRecipe(stage=trained.name, step=step, mode=mode, schedule=schedule, steps=steps)
         return now.with_extensions([*reached, entry])
 
@@ -87,7 +87,7 @@ def continue_schedule(before: PlannedRun, now: PlannedRun, step: int, choice: Ex
     return extended(choice)
 
 
-def _schedules(run: PlannedRun) -> list[tuple[str, ScheduleRecipe, int]]:
+def _schedules(run: ScheduledRun) -> list[tuple[str, ScheduleRecipe, int]]:
     return [(stage.name, stage.recipe.schedule, stage.steps) for stage in run.plan.stages]
 
 
@@ -118,7 +118,7 @@ def _changes(schedule: ScheduleRecipe, steps: int, planned: StagePlan) -> Iterat
             yield f"schedule.{key}={value}, not {now}"
 
 
-def _choice_message(before: PlannedRun, choices: dict[ExtendMode, PlannedRun], step: int, changes: str) -> str:
+def _choice_message(before: ScheduledRun, choices: dict[ExtendMode, ScheduledRun], step: int, changes: str) -> str:
     stage = choices["as-planned"].plan.stage_of(step)
     last, peak = stage.end_step - 1, stage.schedule.parts[-1].schedule.peak
     lines = [
@@ -137,13 +137,13 @@ def _choice_message(before: PlannedRun, choices: dict[ExtendMode, PlannedRun], s
     return "\n".join(lines)
 
 
-def _is_mostly_warmup(rewarmed: PlannedRun, step: int) -> bool:
+def _is_mostly_warmup(rewarmed: ScheduledRun, step: int) -> bool:
     """Whether a second warm-up takes more than half of the steps that are left of a stage."""
     stage = rewarmed.plan.stage_of(step)
     return 2 * stage.schedule.parts[-1].schedule.warmup > stage.end_step - step
 
 
-def _ended_message(before: PlannedRun, now: PlannedRun, step: int) -> str:
+def _ended_message(before: ScheduledRun, now: ScheduledRun, step: int) -> str:
     name = before.plan.stage_of(step).name
     return (
         f"stage {name} has ended, so its schedule cannot change: step {step} was trained with a learning rate of "

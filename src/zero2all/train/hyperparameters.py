@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.units import show_count
 from zero2all.model.cost.model_size import non_embedding_parameters
 from zero2all.recipe import ModelConfig, Recipe, TrainRecipe
-from zero2all.units import show_count
 
 STEP_LAW = "Step Law, https://arxiv.org/abs/2503.04715"
 MAX_LR = 2**-7  # the highest learning rate in the law's grid; a small model on much text would exceed it
@@ -56,8 +56,8 @@ def choose_hyperparameters(
     source_tokens: Mapping[str, int] | None = None,
     read_stored: Callable[[], Recipe | None] = lambda: None,
 ) -> list[ChosenValue]:
-    """Values for what the recipe leaves open. Those of the recipe that a run has stored come first: they stay the same
-    when the run is extended, or when a later version has other laws.
+    """Values for what the recipe leaves open. Values in the stored recipe of a run come first: they stay the same when
+    the run is extended, or when a later version has other laws.
 
     ``source_tokens`` are the tokens of each source; a length in epochs is unknown without them.
     """
@@ -121,10 +121,10 @@ def planned_tokens(
 
 
 def lr_parameters(config: ModelConfig) -> float:
-    """The parameters that a law takes: with muP those of the model at its base width, where the rate is tuned.
+    """The parameters that a law takes: with muP, of the model at its base width, where the rate is tuned.
 
-    Of an MoE model only the active ones: published models use the rate of dense models with as many (OLMoE,
-    https://arxiv.org/abs/2409.02060, that of OLMo 1B; DeepSeekMoE 16B, https://arxiv.org/abs/2401.06066, that of 7B).
+    In an MoE model only the active ones count: published models use the rate of dense models with as many. OLMoE
+    (https://arxiv.org/abs/2409.02060) has OLMo 1B's, DeepSeekMoE 16B (https://arxiv.org/abs/2401.06066) the 7B model's.
     """
     return non_embedding_parameters(config) * config.mup_width_mult**2  # matrices scale with the square of the width
 
@@ -139,7 +139,7 @@ def _unset_keys(recipe: Recipe) -> list[str]:
 
 
 def _stored_values(recipe: Recipe, stored: Recipe | None) -> dict[str, float]:
-    """Of a run of the same model and optimizer; one of another model cannot be resumed, so its values do not count."""
+    """Values of a run with the same model and optimizer; others cannot be resumed, so their values do not count."""
     if stored is None or stored.train.optimizer.name != recipe.train.optimizer.name:
         return {}
     shapes = [one.model.model_dump(exclude={"preset", "ops"}) for one in (recipe, stored)]

@@ -13,27 +13,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zero2all.base.console import say, warn
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import fingerprint
+from zero2all.base.paths import RemotePath
+from zero2all.base.workspace import find_runs_below
 from zero2all.checkpoint import CheckpointWeights, InitialWeights, RankGroup
-from zero2all.checkpoint.checkpoint_store import checkpoint_step
+from zero2all.checkpoint.checkpoint_directory import checkpoint_step
 from zero2all.checkpoint.training_state import read_lineage
-from zero2all.console import say, warn
-from zero2all.errors import UsageError, Z2aError
-from zero2all.io import fingerprint
 from zero2all.model import HFWeights, StoredWeights
 from zero2all.model.hf_weights import CONFIG
 from zero2all.model.weights import GrownVocabulary, WeightReader, unstored_weights
 from zero2all.parallel import ParallelModel
-from zero2all.paths import RemotePath
 from zero2all.recipe import Mistake, ModelConfig, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.train.resume import model_changes
 from zero2all.train.run import Run
-from zero2all.workspace import find_runs_below
 
 # What does not change the logits of a model, so that it may differ from the model whose weights these are.
-FREE_KEYS = {"preset", "ops", "vocab_size", "max_position_embeddings", "residual_fp32", "initializer_range",
-             "z_loss", "mtp_weight", "mup_base", "lora", "attention_dropout", "residual_dropout"}  # fmt: skip
+FREE_KEYS = {
+    "preset", "ops", "vocab_size", "max_position_embeddings", "residual_fp32", "initializer_range", "z_loss",
+    "mtp_weight", "mup_base", "lora", "attention_dropout", "residual_dropout",
+}  # fmt: skip
 FREE_MOE_KEYS = {"load_balancing", "router_aux_loss_coef", "bias_update_rate"}
 
 
@@ -148,7 +150,7 @@ def initial_weights_line(weights: InitialWeights) -> str:
 
 
 def initial_weights_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Why the weights of ``train.init``, if it is set, cannot be those of the recipe's model."""
+    """Why the weights of ``train.init``, if it is set, do not fit the recipe's model."""
     if recipe.train.init is None:
         return
     try:
@@ -174,7 +176,7 @@ def _differences(path: Path, changes: list[str]) -> str:
 
 
 def config_changes(stored: ModelConfig, config: ModelConfig) -> list[str]:
-    """Every difference between the model of the weights and that of the recipe that changes what is computed."""
+    """Every difference between the model of the weights and the recipe's that changes what is computed."""
 
     def computed(model: ModelConfig) -> dict[str, object]:
         values = model.model_dump(mode="json", exclude=FREE_KEYS)

@@ -1,8 +1,8 @@
 """``train.micro_batch_tokens: auto``: the largest micro-batch that fits, by the memory estimate, on a GPU by trial.
 
 A rank that runs out of memory in a collective would leave the others waiting there. So the trial is each rank's own: on
-a model with all layers of which those of one kind share their weights, beside a reservation for all else that training
-holds. It keeps the activations of the real model, and needs no other rank.
+a model with all layers, in which layers of one kind share their weights, beside a reservation for all else that
+training holds. It keeps the activations of the real model, and needs no other rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from zero2all.base.console import say
+from zero2all.base.errors import Z2aError, is_out_of_memory
+from zero2all.base.machine.devices import free_memory
+from zero2all.base.units import show_bytes
 from zero2all.checkpoint import RankGroup
-from zero2all.console import say
-from zero2all.errors import Z2aError, is_out_of_memory
-from zero2all.hardware import free_memory
-from zero2all.model import Z2all
+from zero2all.model import ModelInputs, Z2all
 from zero2all.model.moe import MoE
 from zero2all.model.z2all import Block
 from zero2all.parallel import ParallelModel
@@ -40,7 +41,6 @@ from zero2all.planner.rank_plan import (
 from zero2all.planner.workload import GPU, Layout, Workload
 from zero2all.recipe import Recipe
 from zero2all.train.hyperparameters import AS_IN_RUN, MICRO_BATCH_TOKENS, ChosenValue, with_hyperparameters
-from zero2all.units import show_bytes
 
 USED_FRACTION = 0.9  # of the free memory, by the sum of tensors: allocators leave gaps
 TRIAL_DEVICES = ("cuda",)  # a process that uses up main memory is killed without a word
@@ -82,7 +82,7 @@ def estimate_micro_batch(
 
 
 def choose_micro_batch(
-    recipe: Recipe, model: ParallelModel, compile: bool, ranks: RankGroup, stored: int | None = None
+    recipe: Recipe, model: ParallelModel, *, compile: bool, ranks: RankGroup, stored: int | None = None
 ) -> list[ChosenValue]:
     """The choice of a run whose model is built; the same on every rank. ``stored`` is the earlier choice of a run that
     is resumed: kept if it fits here, since other ranks and devices leave other memory free."""
@@ -107,7 +107,9 @@ def choose_micro_batch(
         return [_chosen(recipe, samples, _estimate_source(least))]
     memory = _memory(recipe, model)
     rest = memory.peak - memory.bytes_of(STORED, ACTIVATIONS, LOGITS, APART)
-    samples, trials = back_off(sizes, samples, lambda size: try_micro_batch(recipe, model, compile, size, rest), ranks)
+    samples, trials = back_off(
+        sizes, samples, lambda size: try_micro_batch(recipe, model, compile=compile, samples=size, rest=rest), ranks
+    )
     return [_chosen(recipe, samples, f"tried on {device.type}, trials: {trials}")]
 
 
@@ -129,20 +131,20 @@ def back_off(sizes: list[int], samples: int, run: Callable[[int], None], ranks: 
         samples = smaller[-1]
 
 
-def try_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, samples: int, rest: int) -> None:
+def try_micro_batch(recipe: Recipe, model: ParallelModel, *, compile: bool, samples: int, rest: int) -> None:
     """Forward and backward pass of a micro-batch in the memory that training would leave; raises if it does not fit.
 
     ``rest`` are the bytes that training will hold beside the weights, activations and logits.
     """
     device, length = model.mesh.device, recipe.train.seq_len
-    stand_in = shared_weight_model(model, compile)
+    stand_in = shared_weight_model(model, compile=compile)
     own = sum((1 + parameter.requires_grad) * parameter.nbytes for parameter in stand_in.parameters())  # with gradients
     reserved = torch.empty(max(0, rest - own), dtype=torch.uint8, device=device)
     tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)
     starts = torch.zeros_like(tokens, dtype=torch.int32) if recipe.train.masks_documents else None
     try:
         with torch.autocast(device.type, model.dtype, enabled=model.dtype != torch.float32):
-            losses = stand_in(tokens, targets_BS=tokens, doc_starts_BS=starts)
+            losses = stand_in(ModelInputs(tokens, targets_BS=tokens, doc_starts_BS=starts))
         losses.sum().backward()
     finally:
         if compile:
@@ -150,7 +152,7 @@ def try_micro_batch(recipe: Recipe, model: ParallelModel, compile: bool, samples
     del reserved
 
 
-def shared_weight_model(model: ParallelModel, compile: bool) -> Z2all:
+def shared_weight_model(model: ParallelModel, *, compile: bool) -> Z2all:
     """A model with the layers and activations of a rank's own and little else: layers of one kind share weights."""
     device = model.mesh.device
     with torch.device("meta"):
@@ -184,7 +186,7 @@ def free_device_memory(device: torch.device, ranks: int) -> int | None:
 
 
 def _largest_fitting(sizes: list[int], needed: Callable[[int], int], limit: int) -> int:
-    """By the estimate; the smallest size if none fits, since the estimate is more than the peak."""
+    """The largest size that fits by the estimate, or else the smallest, since the estimate is more than the peak."""
     count = bisect.bisect_right(sizes, limit, key=needed)
     return sizes[max(0, count - 1)]
 
@@ -204,12 +206,12 @@ def _fits(run: Callable[[int], None], samples: int) -> bool:
 
 
 def _can_try(dims: ParallelDims) -> bool:
-    """Whether a rank's activations are those of the full model on its samples."""
+    """Whether a rank has the activations of the full model on its samples."""
     return dims.tp == dims.cp == dims.pp == dims.ep == 1
 
 
 def _memory(recipe: Recipe, model: ParallelModel) -> MemoryPlan:
-    """Of this rank, in the training stage that takes the most."""
+    """The memory of this rank in the training stage that takes the most."""
     mesh, recipe = model.mesh, recipe.model_copy(update={"model": model.config})
     plans = (
         plan_rank_memory(

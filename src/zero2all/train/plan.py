@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.base.errors import UsageError
+from zero2all.base.units import Duration
 from zero2all.checkpoint.training_state import StageIdentity
-from zero2all.errors import UsageError
 from zero2all.recipe import ExtendMode, Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
 from zero2all.recipe.run_settings import stage_settings
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore
-from zero2all.units import Duration
 
 MAX_USEFUL_EPOCHS = 4  # from about here on, repeated text teaches less than new text (https://arxiv.org/abs/2305.16264)
 
@@ -184,9 +184,14 @@ class Plan:
         first, previous_lr_multiplier = 0, 1.0
         for stage in recipe.train.resolved_stages():
             datasets = partial(
-                PackedDataset, store, stage.seq_len, recipe.seed, stage.name,
-                conversations=recipe.train.conversations, document_mask=recipe.train.document_mask,
-            )  # fmt: skip
+                PackedDataset,
+                store,
+                stage.seq_len,
+                recipe.seed,
+                stage.name,
+                conversations=recipe.train.conversations,
+                document_mask=recipe.train.document_mask,
+            )
             planned = _plan_stage(stage, datasets, first, previous_lr_multiplier)
             self.stages.append(planned)
             first, previous_lr_multiplier = planned.end_step, planned.schedule.end_lr_multiplier
@@ -254,7 +259,7 @@ def _plan_stage(
 def _plan_schedule(
     stage: ResolvedStage, steps: int, tokens_per_epoch: int, first_step: int, previous_lr_multiplier: float
 ) -> StageSchedule:
-    """The stage's schedule, after those of the steps before each extension. Past the end of the stage one is void."""
+    """The stage's schedule, after the schedules before each extension. One past the end of the stage is void."""
 
     def resolve(recipe: ScheduleRecipe, length: int) -> LRSchedule:
         warmup = recipe.warmup.in_steps(stage.batch_tokens, tokens_per_epoch)

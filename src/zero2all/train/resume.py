@@ -8,6 +8,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from zero2all.base.console import say, warn
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.workspace import NEW_RUN_COMMAND
 from zero2all.checkpoint import (
     CheckpointManager,
     DamagedStateError,
@@ -17,22 +20,19 @@ from zero2all.checkpoint import (
     TrainingState,
 )
 from zero2all.checkpoint.training_state import StageIdentity
-from zero2all.console import say, warn
-from zero2all.errors import UsageError, Z2aError
+from zero2all.optim.optimizer import apply_settings
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import ExtendMode, OptimizerRecipe, Recipe
 from zero2all.recipe.run_settings import default_settings, is_adjustable, is_stage_default
 from zero2all.recipe.training import ONLY_STAGE
-from zero2all.train.extension import PlannedRun, ScheduleChangedError, continue_schedule
-from zero2all.train.optimizer import apply_settings
+from zero2all.train.extension import ScheduleChangedError, ScheduledRun, continue_schedule
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
 from zero2all.train.spike_detector import SpikeDetector
-from zero2all.workspace import NEW_RUN_COMMAND
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A key of the recipe that does not have the value with which the run was trained."""
 
     key: str
@@ -59,20 +59,20 @@ def identity_changes(before: RunIdentity, now: RunIdentity) -> list[str]:
     return changes
 
 
-def adjusted_settings(before: RunIdentity, now: RunIdentity) -> list[Change]:
+def adjusted_settings(before: RunIdentity, now: RunIdentity) -> list[SettingChange]:
     """The keys with other values that ``--extend`` allows."""
     return [change for change in setting_changes(before.settings, now.settings) if is_adjustable(change.key)]
 
 
-def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[SettingChange]:
     """A key that the version of ``before`` did not have was trained with its default."""
     for key, value in now.items():
         was = before.get(key, default_settings().get(key))
         if was != value:
-            yield Change(key, was, value)
+            yield SettingChange(key, was, value)
 
 
-def model_changes(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "model") -> list[Change]:
+def model_changes(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "model") -> list[SettingChange]:
     """The keys of a section, by default of a model config, that differ."""
     changes = []
     for key in dict.fromkeys([*before, *now]):
@@ -80,11 +80,11 @@ def model_changes(before: Mapping[str, Any], now: Mapping[str, Any], section: st
         if isinstance(was, dict) and isinstance(will_be, dict):
             changes += model_changes(was, will_be, f"{section}.{key}")
         elif was != will_be:
-            changes.append(Change(f"{section}.{key}", was, will_be))
+            changes.append(SettingChange(f"{section}.{key}", was, will_be))
     return changes
 
 
-def stage_setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], stage: str) -> list[Change]:
+def stage_setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], stage: str) -> list[SettingChange]:
     """The keys that decide the samples of a stage."""
     changes = []
     for name, value in now.items():
@@ -94,11 +94,11 @@ def stage_setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], sta
             if isinstance(value, dict) and isinstance(before[name], dict) and name != "mixture":
                 changes += model_changes(before[name], value, key)
             else:
-                changes.append(Change(key, before[name], value))
+                changes.append(SettingChange(key, before[name], value))
     return changes
 
 
-def _stage_changes(before: StageIdentity, now: StageIdentity, is_explained: bool) -> Iterator[str]:
+def _stage_changes(before: StageIdentity, now: StageIdentity, *, is_explained: bool) -> Iterator[str]:
     """``is_explained`` if a key beside the stages, such as the seed, has changed the samples."""
     if (before.name, before.first_step) != (now.name, now.first_step):
         yield f"stage {before.name} at step {before.first_step}, not {now.name} at step {now.first_step}"
@@ -151,12 +151,12 @@ def plan_resume(
     adjusted = adjusted_settings(restored.state, identity)
     if step > plan.total_steps:
         raise UsageError(f"the run in {run.directory} is at step {step} already, past the {plan.total_steps} asked for")
-    planned = PlannedRun(run.recipe, plan)
+    planned = ScheduledRun(run.recipe, plan)
     before = _last_start(run, plan, step, ranks) if step else planned
     if isinstance(before, str):
         if extend in ("constant", "rewarm"):
             raise UsageError(f"--extend {extend} needs the learning rate of the last start: {before}")
-        warn(f"the learning rate may differ from that of the last start, which is unknown: {before}")
+        warn(f"the learning rate may differ from the last start's, which is unknown: {before}")
         before = planned
     try:
         resumed = continue_schedule(before, planned, step, extend) if step else planned
@@ -209,17 +209,17 @@ def _check_identity(saved: RunIdentity, identity: RunIdentity, plan: Plan, step:
         )
 
 
-def _adjusted_message(adjusted: list[Change], run: Run) -> str:
+def _adjusted_message(adjusted: list[SettingChange], run: Run) -> str:
     return f"the run in {run.directory} was trained with {'; '.join(map(str, adjusted))}."
 
 
-def _adjusted_lines(adjusted: list[Change]) -> list[str]:
+def _adjusted_lines(adjusted: list[SettingChange]) -> list[str]:
     """Peak learning rates have lines of their own."""
     rates = ("train.optimizer.lr", "train.optimizer.muon_lr")
     return [f"{change.key} is {change.will_be}, before {change.was}" for change in adjusted if change.key not in rates]
 
 
-def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> PlannedRun | str:
+def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> ScheduledRun | str:
     """What the last start planned, or why that is unknown. Rank 0 reads it for all."""
     path = run.directory / "recipe.yaml"
 
@@ -233,7 +233,7 @@ def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> PlannedRun
     if isinstance(stored, str):
         return stored
     try:
-        before = PlannedRun(stored, Plan(stored, plan.store))
+        before = ScheduledRun(stored, Plan(stored, plan.store))
         _peak_rates(before)
     except (Z2aError, ValueError) as error:  # of another token store, or with a value that a run has always set
         return f"{path} cannot be used ({error})"
@@ -242,7 +242,7 @@ def _last_start(run: Run, plan: Plan, step: int, ranks: RankGroup) -> PlannedRun
     return before
 
 
-def _changed_rates(before: PlannedRun, now: PlannedRun, step: int) -> list[str]:
+def _changed_rates(before: ScheduledRun, now: ScheduledRun, step: int) -> list[str]:
     """A line for each peak learning rate that the recipe has changed."""
     lines = []
     for key, will_be in _peak_rates(now).items():
@@ -257,7 +257,7 @@ def _changed_rates(before: PlannedRun, now: PlannedRun, step: int) -> list[str]:
     return lines
 
 
-def _peak_rates(run: PlannedRun) -> dict[str, float]:
+def _peak_rates(run: ScheduledRun) -> dict[str, float]:
     optimizer = run.recipe.train.optimizer
     muon = {"muon_lr": optimizer.peak_muon_lr} if optimizer.name == "muon" else {}
     return {"lr": optimizer.peak_lr, **muon}

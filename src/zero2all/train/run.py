@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import subprocess
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,33 @@ import torch
 from pydantic import ValidationError
 
 from zero2all import __version__
+from zero2all.base.console import say
+from zero2all.base.errors import RecipeError, UsageError, Z2aError
+from zero2all.base.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
+from zero2all.base.machine.cpus import rank_binding
+from zero2all.base.machine.devices import device_name, pick_device
+from zero2all.base.paths import is_url, to_path
+from zero2all.base.records import first_problem
+from zero2all.base.workspace import (
+    DEFAULT_RUN,
+    IDENTITY_FILE,
+    NEW_RUN_COMMAND,
+    did_you_mean,
+    find_runs_below,
+    workspace_of,
+)
 from zero2all.checkpoint import CheckpointStore, InitialWeights, RunIdentity, flash_directory
-from zero2all.checkpoint.checkpoint_store import STATE_FILE
-from zero2all.checkpoint.flash import KEY_FILE, SHM_DIRECTORY, read_key
+from zero2all.checkpoint.checkpoint_directory import STATE_FILE
+from zero2all.checkpoint.slot_directories import KEY_FILE, SHM_DIRECTORY, read_key
 from zero2all.checkpoint.training_state import read_lineage
-from zero2all.console import say
-from zero2all.cpus import rank_binding
-from zero2all.errors import RecipeError, UsageError, Z2aError
-from zero2all.hardware import device_name, pick_device
-from zero2all.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.paths import is_url, to_path
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
 from zero2all.recipe.parallel import parallel_mistakes
-from zero2all.records import first_problem
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
-from zero2all.workspace import DEFAULT_RUN, IDENTITY_FILE, NEW_RUN_COMMAND, did_you_mean, find_runs_below, workspace_of
 
 INIT_FILE = "init.json"
 TEST_SETS = "test_sets"  # directory of tokenized test sets
@@ -66,6 +74,12 @@ class Run:
             raise UsageError(f"no run in {directory} itself; give one of those below: {', '.join(map(str, below))}")
         hint = did_you_mean(Path(directory)) or ": 'z2a train' writes one"
         raise UsageError(f"no run in {directory}{hint}")
+
+    def with_recipe(self, recipe: Recipe) -> Run:
+        """The same run with values that the recipe left open."""
+        copied = copy(self)
+        copied.recipe = recipe
+        return copied
 
     def check_directory(self) -> None:
         """Raise if the directory holds something else, or if one of two runs would be inside the other."""
@@ -158,7 +172,7 @@ class Run:
         return model.eval()
 
     def load_parallel_model(self, parallel: ParallelRecipe, step: int | None = None) -> ParallelModel:
-        """The same over ranks that ``z2a launch`` has started; the layout need not be that of training.
+        """The same over ranks that ``z2a launch`` has started; the layout may differ from the trained one.
 
         >>> model = run.load_parallel_model(ParallelRecipe(tp=2, dp_shard=1, sp=False))  # on each of two ranks
         """
@@ -224,7 +238,7 @@ def require_data(recipe: Recipe) -> None:
     if len(missing) > 1:
         whats, commands = zip(*missing, strict=True)
         raise Z2aError(
-            f"{', '.join(whats)}: make them with {', then '.join(commands)}; to train on those of another directory, "
+            f"{', '.join(whats)}: make them with {', then '.join(commands)}; to use those in another directory, "
             "set tokenizer.dir and tokens.dir"
         )
 
@@ -294,9 +308,6 @@ def _git_state() -> dict[str, Any] | None:
         return subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "changed_files": len(git("status", "--porcelain").splitlines()),
-        }
+        return {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero2all.console import say, warn
-from zero2all.errors import Z2aError
+from zero2all.base.console import say, warn
+from zero2all.base.errors import Z2aError
 from zero2all.generation import SamplingParams, evaluate_stories, generate_batch, story_quality_line
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import Recipe

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.charts.terminal import MARKED, column_lines
-from zero2all.console import say, warn
-from zero2all.errors import Z2aError
-from zero2all.hardware import dtype_name
+from zero2all.base.charts.terminal import MARKED, column_lines
+from zero2all.base.console import say, warn
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import dtype_name
+from zero2all.base.units import show_count
 from zero2all.model import hf_incompatibility
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.parallel import ParallelModel
@@ -29,7 +30,6 @@ from zero2all.train.hyperparameters import (
     step_law_lr,
 )
 from zero2all.train.plan import MAX_USEFUL_EPOCHS, Plan, StagePlan
-from zero2all.units import show_count
 
 WIDTH, HEIGHT = 60, 3
 HISTORY_POINTS = 1000  # read from the record, for a plot of WIDTH columns
@@ -64,7 +64,7 @@ class ScalingAdvice:
 
     tokens: int
     lr: float
-    """Of AdamW."""
+    """Peak learning rate of AdamW."""
     batch_tokens: int
     compute_optimal_tokens: int
 

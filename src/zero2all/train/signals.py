@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from zero2all.console import say
-from zero2all.processes import leave_terminal, stop_signals
+from zero2all.base.console import say
+from zero2all.base.processes import leave_terminal, stop_signals
 
 
 @contextmanager

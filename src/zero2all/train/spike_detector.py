@@ -1,9 +1,9 @@
 """The spike guard: detects steps whose loss or gradient norm is an outlier among recent steps.
 
 Both directions count: garbage makes the loss jump, repetitive text makes it drop. A value is compared with a baseline,
-the median of the last few steps, and its difference with those of many earlier steps, by median and median absolute
-deviation, so that neither a falling loss nor one earlier outlier moves the limit. Every rank sees the same metrics and
-decides the same.
+the median of the last few steps. Its difference is compared with the differences of many earlier steps, by median and
+median absolute deviation, so that neither a falling loss nor one earlier outlier moves the limit. Every rank sees the
+same metrics and decides the same.
 
 The report of an outlier names the documents of its batch.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from zero2all.base.console import warn
 from zero2all.checkpoint.training_state import GuardState
-from zero2all.console import warn
 from zero2all.recipe import GuardRecipe
 from zero2all.tokens import DocumentSpan
 from zero2all.track import RunRecord

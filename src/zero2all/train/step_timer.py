@@ -1,7 +1,7 @@
 """Where the time of a step goes: ``time/*`` in the record.
 
-A step lasts from the moment at which the metrics of the step before are copied to the host to that of its own. So all
-its CUDA events are complete when its metrics are read, and the optimizer in it is the update of the step before.
+A step begins when the metrics of the step before are copied to the host, and ends when its own are. So all its CUDA
+events are complete when its metrics are read, and the optimizer in it is the update of the step before.
 Validation and checkpoints are not part of a step.
 """
 
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero2all.elastic.heartbeat import DEVICE_WATCH, DeviceWatch
+from zero2all.base.torch_private import fsdp_wait_methods
+from zero2all.cluster.launch.heartbeat import DEVICE_WATCH, DeviceWatch
 from zero2all.model.blocks import LMHead
 from zero2all.parallel import ParallelModel
-from zero2all.torch_private import fsdp_wait_methods
 
 Part = Literal["data", "forward", "loss", "backward", "communication", "optimizer", "logging", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -198,7 +198,7 @@ class StepTimer:
         stack.callback(end.remove)
 
     def _watch_ddp(self, stack: ExitStack, model: nn.Module) -> None:
-        """DDP waits inside autograd: what comes after the last gradient, which is that of the first weight."""
+        """DDP waits inside autograd: what comes after the last gradient, which the first weight has."""
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
 
         def last_gradient(_: object) -> None:
@@ -215,7 +215,7 @@ class StepTimer:
         stack.callback(model.register_forward_pre_hook(next_forward, prepend=True).remove)
 
     @contextmanager
-    def _timed_method(self, owner: Any, name: str, any_thread: bool) -> Iterator[None]:
+    def _timed_method(self, owner: Any, name: str, *, any_thread: bool) -> Iterator[None]:
         """The host is blocked in this method, or the stream waits: the part ``communication``."""
         original = getattr(owner, name)
         own = name in vars(owner)

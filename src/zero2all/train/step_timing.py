@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zero2all.console import progress
-from zero2all.errors import Z2aError
-from zero2all.hardware import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
-from zero2all.model import document_starts
+from zero2all.base.console import progress
+from zero2all.base.errors import Z2aError
+from zero2all.base.machine.devices import PeakFlops, compute_dtype, peak_at_least, peak_flops, synchronize
+from zero2all.base.units import show_bytes, show_seconds
+from zero2all.model import ModelInputs, document_starts
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.cost.model_size import weight_dtype
+from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.rank_plan import plan_memory
 from zero2all.planner.workload import Layout, Workload
 from zero2all.recipe import ParallelRecipe, Recipe, ResolvedStage
 from zero2all.train.micro_batch import free_device_memory
-from zero2all.train.optimizer import build_optimizers, set_learning_rate
-from zero2all.units import show_bytes, show_seconds
 
 TIMED_STEPS = 3  # after one to warm up
 MAX_PASS_SECONDS = 5.0  # of a timed forward and backward pass: fewer samples are timed if a micro-batch takes longer
@@ -32,7 +32,7 @@ EXPECTED_MFU = 0.2  # to predict how long a pass will take
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one process."""
+    """What the timed steps took in one process."""
 
     flops: float
     """FLOPs per second of forward and backward passes, as MFU counts them."""
@@ -76,7 +76,7 @@ def time_steps(
     with progress("timing a few steps", 1 + TIMED_STEPS) as advance:
         for _ in range(1 + TIMED_STEPS):
             begin = time.perf_counter()
-            model.forward_backward(inputs, targets, divisor=targets.numel(), doc_starts_BS=starts)
+            model.forward_backward(ModelInputs(inputs, targets, doc_starts_BS=starts), divisor=targets.numel())
             synchronize(device)
             middle = time.perf_counter()
             model.clip_grad_norm_(options.optimizer.max_grad_norm)

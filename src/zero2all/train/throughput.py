@@ -7,12 +7,14 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from zero2all.console import say, say_detail
-from zero2all.cpus import OtherCpuUse, busy_note
-from zero2all.hardware import MPS, PeakFlops, measure_peak_again
+from zero2all.base.console import say, say_detail
+from zero2all.base.machine.cpus import OtherCpuUse, busy_note
+from zero2all.base.machine.devices import MPS, PeakFlops, measure_peak_again
 from zero2all.model.cost.flops import Recompute, flops_per_token, palm_flops_per_token
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.recipe import ModelConfig
@@ -29,25 +31,40 @@ PER_RANK_METRICS = ("memory", "memory_reserved", "data_wait")
 has them."""
 
 
+@dataclass(frozen=True)
+class FlopsCount:
+    """Counts the FLOPs of a token in training. Recomputation is in groups of ``recompute_every`` blocks."""
+
+    config: ModelConfig
+    recompute: Recompute = "none"
+    recompute_every: int = 1
+
+    @cached_property
+    def parameters(self) -> int:
+        return count_parameters(self.config).active
+
+    def per_token(self, seq_len: int) -> tuple[int, int, int]:
+        """The model's FLOPs as MFU counts them, the same by PaLM's formula, and all that the hardware computes."""
+        flops = flops_per_token(self.config, seq_len)
+        palm_flops = palm_flops_per_token(self.config, self.parameters, seq_len)
+        return flops.model, palm_flops, flops.hardware(self.recompute, every=self.recompute_every)
+
+
 class ThroughputMeter:
     """Throughput, utilisation and time left, averaged over recent steps; the slow first step is not in the average."""
 
     def __init__(
         self,
         plan: Plan,
-        config: ModelConfig,
+        flops: FlopsCount,
         device: torch.device,
         peak: PeakFlops,
         dtype: torch.dtype,
         world_size: int = 1,
-        recompute: Recompute = "none",
-        recompute_every: int = 1,
     ) -> None:
-        """``peak`` is that of one of the ``world_size`` devices, in ``dtype``."""
-        self.plan, self.config, self.device, self.dtype = plan, config, device, dtype
+        """``peak`` is what one of the ``world_size`` devices reaches in ``dtype``."""
+        self.plan, self.flops, self.device, self.dtype = plan, flops, device, dtype
         self.peak, self.world_size = peak, world_size
-        self.recompute, self.recompute_every = recompute, recompute_every
-        self.parameters = count_parameters(config).active
         self.tokens_per_second = self.data_wait = 0.0
         self._others = OtherCpuUse() if device.type == "cpu" else None
         self._is_quiet = False  # whether other programs left the CPU alone until the last log line
@@ -56,7 +73,7 @@ class ThroughputMeter:
         self._last_update = time.perf_counter()  # or the end of what came after it: only training counts
 
     def update(self, step: int, data_wait_seconds: float) -> None:
-        """After a step; ``data_wait_seconds`` is how long it waited for its batch."""
+        """Update the averages after a step, which waited ``data_wait_seconds`` for its batch."""
         now = time.perf_counter()
         step_seconds, self._last_update = now - self._last_update, now
         start, stop = self.plan.stage_of(step).sample_range(step)
@@ -83,21 +100,18 @@ class ThroughputMeter:
 
     def _device_rates(self, step: int) -> tuple[float, float, float]:
         """FLOPs per second of a device: as MFU counts them, by PaLM's formula, and with what is recomputed."""
-        seq_len = self.plan.stage_of(step).recipe.seq_len
-        flops = flops_per_token(self.config, seq_len)
-        palm_flops = palm_flops_per_token(self.config, self.parameters, seq_len)
-        hardware_flops = flops.hardware(self.recompute, every=self.recompute_every)
         rate = self.tokens_per_second / self.world_size
-        return rate * flops.model, rate * palm_flops, rate * hardware_flops
+        model, palm, hardware = self.flops.per_token(self.plan.stage_of(step).recipe.seq_len)
+        return rate * model, rate * palm, rate * hardware
 
     def restart_timer(self) -> None:
         """Do not count the time since the last update (a checkpoint, an evaluation) as training."""
         self._last_update = time.perf_counter()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """For the record. MFU counts the FLOPs of the model, HFU also those of recomputation; TFLOP/s of a device.
+        """The metrics for the record. TFLOP/s is per device; MFU counts the model's FLOPs, HFU also recomputed ones.
 
-        Without utilization if training is faster than the peak, which is then wrong.
+        Utilization is left out if training is faster than the peak, which is then wrong.
         """
         rates, utilization = self._device_rates(step), {}
         if max(rates) <= self.peak.flops:

@@ -19,13 +19,13 @@ if torch.version.cuda is None:
     pytest.skip("torch is a build for CPUs: see requirements.txt", allow_module_level=True)
 
 from tests.engines.cuda.fake_cuda import CUDA, HostSync, fake_cuda
-from zero2all.model import Z2all, document_starts
+from zero2all.model import ModelInputs, Z2all, document_starts
 from zero2all.model.kv_cache import KVCache
 from zero2all.model.ops import OPS
+from zero2all.optim.optimizer import build_optimizers
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.recipe import ModelConfig, OptimizerRecipe, ParallelRecipe
-from zero2all.train.optimizer import build_optimizers
 
 ROWS, LENGTH, LAYERS = 4, 256, 2
 SHAPE = {
@@ -58,11 +58,11 @@ def forward(model_config: ModelConfig, packed: bool = False) -> list[HostSync]:
         model = Z2all(model_config).train()
         tokens_BS = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         assert not syncs.found, "nothing is to be waited for while the model is built"
-        documents = {}
+        inputs = ModelInputs(tokens_BS, tokens_BS)
         if packed:
             cu_seqlens_1N = torch.zeros(1, DOCUMENTS + 1, dtype=torch.int32)  # the loader finds them, on the CPU
-            documents = {"doc_starts_BS": document_starts(tokens_BS == 0), "cu_seqlens_1N": cu_seqlens_1N}
-        losses_BS = model(tokens_BS, targets_BS=tokens_BS, **documents)
+            inputs = ModelInputs(tokens_BS, tokens_BS, document_starts(tokens_BS == 0), cu_seqlens_1N)
+        losses_BS = model(inputs)
     assert losses_BS.device == CUDA
     assert losses_BS.dtype == torch.float32
     return syncs.found
@@ -133,7 +133,9 @@ def test_step_around_the_backward_pass(
         tokens_BS = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cpu")
         for _ in range(2):
             syncs.found.clear()
-            losses = model.forward_backward(tokens_BS, tokens_BS, ROWS * LENGTH, micro_batch_size=2)
+            losses = model.forward_backward(
+                ModelInputs(tokens_BS, tokens_BS), divisor=ROWS * LENGTH, micro_batch_size=2
+            )
             for parameter in model.model.parameters():
                 parameter.grad = torch.empty_like(parameter)
             norm = model.clip_grad_norm_(1.0)

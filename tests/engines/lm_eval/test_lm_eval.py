@@ -20,8 +20,8 @@ from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from zero2all.base.errors import UsageError
 from zero2all.cli.main import app
-from zero2all.errors import UsageError
 from zero2all.evals import open_target
 from zero2all.evals.lm_eval_model import Z2allLM, run_lm_eval
 from zero2all.export import export_run

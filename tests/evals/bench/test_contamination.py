@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import TINY
 from tests.evals.bench.fakes import write_benchmarks
+from zero2all.base.errors import UsageError
 from zero2all.corpus import build_corpus
-from zero2all.errors import UsageError
 from zero2all.evals import EvalTarget
 from zero2all.evals.bench import BenchOptions, run_bench
 from zero2all.evals.bench.items import ChoiceItem, ClozeItem

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.evals.bench.fakes import FakeScorer, always, random_items, random_task, write_benchmarks
-from zero2all.errors import UsageError, Z2aError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.evals.bench.evaluate import choice_queries, evaluate_task, first_line, is_right_answer
 from zero2all.evals.bench.items import AnswerItem, ChoiceItem, CodeItem
-from zero2all.evals.bench.report import ORIGINAL, Evaluation, summarize
+from zero2all.evals.bench.report import ORIGINAL, BenchEvaluation, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.sandbox import Sandbox
 
@@ -79,7 +79,7 @@ def test_examples_come_from_the_file_itself_without_a_development_split(data: Pa
 
 def test_accuracy_is_at_chance_for_a_model_that_always_gives_the_same_letter() -> None:
     items = evaluate_task(always("B"), random_task(1500))
-    result = summarize(Evaluation("m", "t", "letter", 0, ORIGINAL, items))
+    result = summarize(BenchEvaluation("m", "t", "letter", 0, ORIGINAL, items))
     assert result.chance == 0.25
     assert result.accuracy.contains(0.25)
     assert result.centered_accuracy.contains(0.0)
@@ -92,13 +92,13 @@ def test_metrics_of_a_model_that_is_always_right_or_always_wrong() -> None:
     def nats(context: str, continuation: str) -> float:
         return math.log(2) if continuation == right[context.splitlines()[0]] else 4.0
 
-    good = summarize(Evaluation("m", "t", "letter", 0, ORIGINAL, evaluate_task(FakeScorer(nats), task)))
+    good = summarize(BenchEvaluation("m", "t", "letter", 0, ORIGINAL, evaluate_task(FakeScorer(nats), task)))
     assert (good.accuracy.value, good.centered_accuracy.value) == (1.0, 1.0)
     assert good.accuracy.low < 0.95  # 50 items cannot show more
     assert good.answer_bits_per_byte is not None
     assert good.answer_bits_per_byte.value == pytest.approx(1 / 2)  # one bit, two bytes
     bad = FakeScorer(lambda context, continuation: -nats(context, continuation))
-    wrong = summarize(Evaluation("m", "t", "letter", 0, ORIGINAL, evaluate_task(bad, task)))
+    wrong = summarize(BenchEvaluation("m", "t", "letter", 0, ORIGINAL, evaluate_task(bad, task)))
     assert wrong.centered_accuracy.value == pytest.approx(-1 / 3)
 
 
@@ -151,7 +151,7 @@ def test_the_first_marked_number_counts() -> None:
 def test_a_solution_longer_than_the_context_has_no_bits(data: Path) -> None:
     scorer = FakeScorer(lambda context, continuation: 1.0, lambda prompt: "", limit=3)
     items = evaluate_task(scorer, read(data, "gsm8k"))
-    result = summarize(Evaluation("m", "gsm8k", "generate", 0, ORIGINAL, items))
+    result = summarize(BenchEvaluation("m", "gsm8k", "generate", 0, ORIGINAL, items))
     assert result.answer_bits_per_byte is None
     assert result.accuracy.value == 0
     assert result.accuracy.high > 0.1  # eight wrong answers prove little

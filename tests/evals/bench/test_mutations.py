@@ -11,7 +11,7 @@ from tests.evals.bench.fakes import FakeScorer, always, random_items, random_tas
 from zero2all.evals.bench.evaluate import choice_queries, evaluate_task
 from zero2all.evals.bench.items import AnswerItem, ChoiceItem
 from zero2all.evals.bench.memorization import MUTATIONS, NONE_OF_THE_OTHERS, Context, mutate, refers_to_options
-from zero2all.evals.bench.report import ORIGINAL, Difference, Evaluation, compare, summarize
+from zero2all.evals.bench.report import ORIGINAL, BenchEvaluation, Difference, compare, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
@@ -24,8 +24,8 @@ def mutated(task: Task, name: str, seed: int = 0) -> Task:
 
 
 def gap(scorer: FakeScorer, task: Task, name: str) -> Difference:
-    original = Evaluation("m", task.name, "letter", 0, ORIGINAL, evaluate_task(scorer, task))
-    other = Evaluation("m", task.name, "letter", 0, name, evaluate_task(scorer, mutated(task, name)))
+    original = BenchEvaluation("m", task.name, "letter", 0, ORIGINAL, evaluate_task(scorer, task))
+    other = BenchEvaluation("m", task.name, "letter", 0, name, evaluate_task(scorer, mutated(task, name)))
     return compare(original, other, (ORIGINAL, name), ("centered_accuracy",))[0]
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_always_answers_a_is_at_chance_under_permutation() -> None:
     )  # every answer is A
     task = Task("t", "en", "letter", 0, all_a, ())
     permuted = evaluate_task(always("A"), mutated(task, "permuted"))
-    assert summarize(Evaluation("m", "t", "letter", 0, "permuted", permuted)).centered_accuracy.contains(0)
+    assert summarize(BenchEvaluation("m", "t", "letter", 0, "permuted", permuted)).centered_accuracy.contains(0)
     found = gap(always("A"), task, "permuted")
     assert found.is_significant
     assert found.difference.value < -0.7

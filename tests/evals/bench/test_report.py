@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from tests.evals.bench.fakes import FakeScorer, write_benchmarks
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
+from zero2all.base.records import to_json
 from zero2all.evals import EvalTarget
 from zero2all.evals.bench import BenchOptions, format_report, run_bench
 from zero2all.evals.bench.evaluate import ItemResult
 from zero2all.evals.bench.report import (
     ORIGINAL,
-    Evaluation,
+    BenchEvaluation,
     compare,
     mean_of_ratios,
     paired_difference,
     proportion,
     ratio,
 )
-from zero2all.records import to_json
 from zero2all.sandbox import open_sandbox
 
 
@@ -69,8 +69,8 @@ def test_the_mean_over_tasks_weighs_tasks_equally() -> None:
 
 
 def test_only_items_of_both_evaluations_are_compared() -> None:
-    def evaluation(ids: str, is_right: bool) -> Evaluation:
-        return Evaluation("m", "t", "letter", 0, ORIGINAL, [ItemResult(one, is_right, 0.25) for one in ids])
+    def evaluation(ids: str, is_right: bool) -> BenchEvaluation:
+        return BenchEvaluation("m", "t", "letter", 0, ORIGINAL, [ItemResult(one, is_right, 0.25) for one in ids])
 
     (difference,) = compare(evaluation("abc", True), evaluation("bcd", False), ("x", "y"), ("accuracy",))
     assert (difference.items, difference.difference.value) == (2, -1.0)

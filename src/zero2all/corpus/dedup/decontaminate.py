@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import read_json, write_json
 from zero2all.corpus.dedup.drops import write_drops
 from zero2all.corpus.dedup.shingles import UNSPACED_SCRIPTS, HashedUnits, Hashes, hash_ngrams, hash_units, splitmix64
 from zero2all.corpus.dedup.shuffle import SHINGLE_CHARACTERS, load_rows, read_columns, save_rows, split_by_characters
-from zero2all.errors import Z2aError
-from zero2all.io import read_json, write_json
 
 WORD_NGRAM, CHARACTER_NGRAM = 13, 20
 UNSPACED_SHARE = 0.5
@@ -70,7 +70,7 @@ def find_contamination(
 ) -> dict[str, int]:
     """The evaluation sets that the text contains too much of, and how many different n-grams of each.
 
-    Too much is ``min_hits`` n-grams, or ``min_share`` of those that the text has: one that it shares by chance, or by
+    Too much is ``min_hits`` n-grams, or ``min_share`` of the text's n-grams: one that it shares by chance, or by
     quoting the same proverb, counts against a two-line note and not against a book.
     """
     units = hash_units([text], code=False)
@@ -148,7 +148,7 @@ def _hash_evaluation_set(texts: list[str]) -> tuple[Hashes, int]:
 
 
 def _hash_ngrams_tagged(units: HashedUnits, n: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """n-grams that never equal those of another n."""
+    """The n-grams of a text as hashes; they never equal n-grams of another length."""
     hashes, counts = hash_ngrams(units, n)
     return splitmix64(hashes + np.uint64(n)), counts
 

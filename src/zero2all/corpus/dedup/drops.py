@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from zero2all.base.io import atomic_path
+from zero2all.base.paths import arrow_source
 from zero2all.corpus.dedup.shuffle import GID_DTYPE, Rows, argsort_by, gids_to_hex, rows_between
-from zero2all.io import atomic_path
-from zero2all.paths import arrow_source
 
 DROP_DTYPE = np.dtype([("shard", "<u4"), ("gid", GID_DTYPE), ("kept", GID_DTYPE), ("reason", "u1")])
 EXACT, NEAR = 0, 1

@@ -45,7 +45,7 @@ def nfkc(text: str) -> str:
     return text
 
 
-def normalize_for_comparison(text: str, code: bool) -> str:
+def normalize_for_comparison(text: str, *, code: bool) -> str:
     """What two equal documents have in common. In code whitespace is significant; only line ends are unified."""
     if code:
         return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -69,12 +69,12 @@ def write_exact_keys(shard: Path, number: int, out: Path, params: DedupParams) -
 
 def _digest(text: str, code: bool) -> bytes:
     return hashlib.blake2b(
-        normalize_for_comparison(text, code).encode("utf-8", "surrogatepass"), digest_size=16
+        normalize_for_comparison(text, code=code).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()
 
 
 def write_exact_drops(files: Sequence[Path], partition: int, partitions: int, out: Path) -> int:
-    """Of equal documents keep the one from the best source, then the smallest gid; write the others as drops."""
+    """Keep, among equal documents, the best source's, then the smallest gid; write the others as drops."""
     rows = read_partition(files, partition, partitions)
     rows = rows[argsort_by(rows, "hash", "more", "rank", "gid")]
     starts = group_starts(rows[["hash", "more"]])

@@ -103,7 +103,7 @@ def compute_signatures(
     for code in (False, True):
         chosen = np.flatnonzero(wanted & (np.array(codes) == code))
         for batch in split_by_characters(columns["content"], chosen, SIGNATURE_CHARACTERS):
-            shingles, counts = shingle_hashes([columns["content"][place] for place in batch], code, params)
+            shingles, counts = shingle_hashes([columns["content"][place] for place in batch], code=code, params=params)
             long_enough = counts >= params.min_shingles
             values = minhash_signatures(shingles, counts, params.slots, params.seed)[long_enough]
             nodes = np.zeros(len(values), dtype=node_dtype(params))
@@ -113,9 +113,9 @@ def compute_signatures(
             yield nodes, band_hashes(values, params.bands)
 
 
-def shingle_hashes(texts: Sequence[str], code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
+def shingle_hashes(texts: Sequence[str], *, code: bool, params: DedupParams) -> tuple[Hashes, Counts]:
     """The hashed shingles of all texts in a row, and how many each text has."""
-    return hash_ngrams(hash_units(texts, code), params.ngram)
+    return hash_ngrams(hash_units(texts, code=code), params.ngram)
 
 
 def band_rows(nodes: Rows, hashes: Hashes, params: DedupParams) -> Rows:

@@ -65,7 +65,7 @@ def splitmix64(values: Hashes) -> Hashes:
     return values
 
 
-def hash_units(texts: Sequence[str], code: bool) -> HashedUnits:
+def hash_units(texts: Sequence[str], *, code: bool) -> HashedUnits:
     """Hash every unit of every text. Prose loses case, punctuation and width; code loses only its spaces."""
     table = _code_table() if code else _prose_table()
     points = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from zero2all.base.errors import Z2aError
+from zero2all.base.io import atomic_path
+from zero2all.base.paths import RemotePath, arrow_source
 from zero2all.corpus.document import is_labeled_as_code
-from zero2all.errors import Z2aError
-from zero2all.io import atomic_path
-from zero2all.paths import RemotePath, arrow_source
 
 Rows = NDArray[Any]  # a structured array; its fields are named where it is made
 Key = int | bytes  # a hash, or a gid

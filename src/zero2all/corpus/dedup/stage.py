@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zero2all.console import progress, warn
+from zero2all.base.console import progress, warn
+from zero2all.base.errors import UsageError
+from zero2all.base.io import fingerprint, write_json
+from zero2all.base.manifest import read_finished
+from zero2all.base.tasks import TaskEngine
 from zero2all.corpus.dedup.decontaminate import build_decontamination_index, write_contamination_drops
 from zero2all.corpus.dedup.drops import collect_shard_drops
 from zero2all.corpus.dedup.exact import KEY_DTYPE, write_exact_drops, write_exact_keys
@@ -23,9 +27,6 @@ from zero2all.corpus.dedup.near import (
 )
 from zero2all.corpus.dedup.shuffle import DedupParams
 from zero2all.corpus.readers import BrokenRecord, RawFile, UnreadableFileError, list_files, read_records
-from zero2all.engine import Engine
-from zero2all.errors import UsageError
-from zero2all.io import fingerprint, read_finished, write_json
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 RunTasks = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
@@ -46,7 +47,7 @@ class DuplicateCounts:
 
 
 def find_duplicates(
-    shards: Sequence[Path], work: Path, params: DedupParams, run_tasks: RunTasks = run_locally, near: bool = True
+    shards: Sequence[Path], work: Path, params: DedupParams, run_tasks: RunTasks = run_locally, *, near: bool = True
 ) -> tuple[dict[Path, Path], DuplicateCounts]:
     """For every shard a file below ``work/drops`` of dropped documents and those kept for them; and counts.
 
@@ -107,20 +108,20 @@ def _sum_counts(counted: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class FinishedStep:
-    """What counts of a step's ``done.json``, written last; the rest of it is for people."""
+class DoneMarker:
+    """The key in a step's ``done.json``, which is written last. The rest of the file is for people."""
 
     key: str
 
 
 @contextmanager
-def task_runner(engine: Engine, title: str, tasks: int | None = None) -> Iterator[RunTasks]:
+def task_runner(engine: TaskEngine, title: str, tasks: int | None = None) -> Iterator[RunTasks]:
     """Runs tasks under a progress bar, which each of them advances by one."""
     with progress(title, tasks) as advance:
         yield lambda function, arguments: engine.run(function, arguments, lambda task: advance(1))
 
 
-def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
+def find_drops(engine: TaskEngine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, list[Path]]:
     """For each part the files that name its documents to drop. Unchanged parts and options are not processed again."""
     drops = {
         part: [duplicates] for part, duplicates in _duplicate_drop_files(engine, recipe, parts, work / "dedup").items()
@@ -131,11 +132,11 @@ def find_drops(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Pa
     return drops
 
 
-def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+def _duplicate_drop_files(engine: TaskEngine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
     order = tuple(source.name for source in recipe.sources)
     key = fingerprint([[part.name for part in parts], order, recipe.dedup.model_dump(mode="json")])
     done = work / "done.json"
-    if read_finished(FinishedStep, done, key):
+    if read_finished(DoneMarker, done, key):
         return {part: work / "drops" / part.name for part in parts}
     done.unlink(missing_ok=True)
     params = DedupParams(source_priority=order, threshold=recipe.dedup.threshold)
@@ -145,7 +146,9 @@ def _duplicate_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path
     return drops
 
 
-def _contamination_drop_files(engine: Engine, recipe: CorpusRecipe, parts: list[Path], work: Path) -> dict[Path, Path]:
+def _contamination_drop_files(
+    engine: TaskEngine, recipe: CorpusRecipe, parts: list[Path], work: Path
+) -> dict[Path, Path]:
     names = [Path(path).name for path in recipe.decontaminate]
     sets = {
         name if names.count(name) == 1 else path: path for name, path in zip(names, recipe.decontaminate, strict=True)

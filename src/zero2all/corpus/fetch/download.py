@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx2
 
+from zero2all.base.network.http_client import Backoff, HttpClient, HttpError, Stopped, TransientError
+from zero2all.base.units import show_bytes
 from zero2all.corpus.fetch.remote_file import FetchedFile, FileDigests, RemoteFile, ResponseHeaders
-from zero2all.http_client import Backoff, HttpClient, HttpError, Stopped, TransientError
-from zero2all.units import show_bytes
 
 MIN_PROGRESS = 64 << 10  # bytes; a request that brought fewer counts as a failure
 STOP_SECONDS = 2.0  # for threads to note what has arrived when the command is interrupted
@@ -95,10 +95,10 @@ class Download:
             self.partial.close(stream)
             raise
         stream.close()
-        digests = FileDigests.of(self.partial.path, self.file.has_git_checksum)
+        digests = FileDigests.of(self.partial.path, with_git=self.file.has_git_checksum)
         if problem := self.file.checksum_problem(digests):
             self.partial.path.unlink()
-            raise HttpError(f"{self.file.path}: {problem}: the file was refused and removed")
+            raise HttpError(f"{self.file.path}: {problem}: the file was rejected and removed")
         return FetchedFile.of(self.file, self.partial.path, digests.sha256)
 
     def place(self, target: Path) -> None:
@@ -113,7 +113,7 @@ class Download:
                 return
             except TransientError as error:
                 position = stream.tell()
-                backoff.wait(error, position - furthest >= MIN_PROGRESS)
+                backoff.wait(error, has_progressed=position - furthest >= MIN_PROGRESS)
                 furthest = max(furthest, position)
                 if not self.file.can_resume:  # the next answer may be a different text
                     self._discard(stream)

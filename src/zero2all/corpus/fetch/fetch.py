@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from zero2all.console import progress, say
+from zero2all.base.console import progress, say
+from zero2all.base.directory_lock import LockUser, lock_directory
+from zero2all.base.errors import UsageError, Z2aError, is_disk_full
+from zero2all.base.io import disk_full_error
+from zero2all.base.network.http_client import HttpClient
+from zero2all.base.paths import RemotePath
+from zero2all.base.units import show_bytes
 from zero2all.corpus.fetch.download import ChangedError, Download, DownloadContext, PartialFile, run_all
 from zero2all.corpus.fetch.remote_file import (
     WORK_DIRECTORY,
@@ -24,13 +30,7 @@ from zero2all.corpus.fetch.remote_file import (
     probe_file,
 )
 from zero2all.corpus.fetch.sources import FetchOptions, list_selected, parse_source, recipe_sources
-from zero2all.directory_lock import LockUser, lock_directory
-from zero2all.errors import UsageError, Z2aError, is_disk_full
-from zero2all.http_client import HttpClient
-from zero2all.io import disk_full_error
-from zero2all.paths import RemotePath
 from zero2all.recipe import SourceRecipe
-from zero2all.units import show_bytes
 
 UNKNOWN_SIZE_LIMIT = 10 * 10**9  # of files whose size the server does not say
 MAX_FAILED_FILES = 10  # after which the rest is not tried
@@ -44,7 +44,7 @@ class FetchResult:
     files: int
     bytes: int
     downloaded_files: int
-    """Those that were not there already."""
+    """The number of files that were not there already."""
     downloaded_bytes: int
     seconds: float
     sources: list[SourceRecipe]
@@ -146,7 +146,7 @@ def _is_present(file: RemoteFile, to: Path, record: FetchRecord) -> bool:
 def _adopt(file: RemoteFile, target: Path, record: FetchRecord) -> bool:
     """Take over a file that another program downloaded, if its checksum proves it."""
     if file.has_checksum and target.is_file():
-        digests = FileDigests.of(target, file.has_git_checksum)
+        digests = FileDigests.of(target, with_git=file.has_git_checksum)
         if not file.checksum_problem(digests):
             record.add(FetchedFile.of(file, target, digests.sha256))
             return True

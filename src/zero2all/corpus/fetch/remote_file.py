@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from zero2all import __version__
-from zero2all.errors import UsageError, Z2aError
-from zero2all.http_client import Backoff, HttpClient, TransientError, timestamp
-from zero2all.io import read_record, sha256_file, write_record
-from zero2all.records import decode_json, parse_record
-from zero2all.redact import redact
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.io import read_record, sha256_file, write_record
+from zero2all.base.network.http_client import Backoff, HttpClient, TransientError, timestamp
+from zero2all.base.records import decode_json, parse_record
+from zero2all.base.redact import redact
 
 MANIFEST_NAME = "fetch.json"
 WORK_DIRECTORY = ".z2a-fetch"  # hidden, so that a corpus does not read it
@@ -47,7 +47,7 @@ class RemoteFile:
     revision: str | None = None
     """The commit, on the Hub."""
     has_strong_validator: bool = False
-    """Whether the validator, if it is that of a web server, changes with every byte."""
+    """Whether the validator, if it comes from a web server, changes with every byte."""
 
     @property
     def can_resume(self) -> bool:
@@ -56,7 +56,7 @@ class RemoteFile:
 
     @property
     def http_validator(self) -> str | None:
-        """As it was in the header of the web server; None if there was none, or if there is a checksum."""
+        """The validator from the header of the web server; None if there was none, or if there is a checksum."""
         return None if self.validator is None or self.has_checksum else self.validator.partition(":")[2]
 
     @property
@@ -87,7 +87,7 @@ class FileDigests:
     """What git calls the content: the checksum that the Hub has of small files."""
 
     @classmethod
-    def of(cls, path: Path, with_git: bool) -> FileDigests:
+    def of(cls, path: Path, *, with_git: bool) -> FileDigests:
         git_blob = None
         if with_git:
             prefix = f"blob {path.stat().st_size}\0".encode()

@@ -2,7 +2,7 @@
 
 A repository of the Hugging Face Hub, or of a mirror, is listed with ``huggingface_hub``. The library trusts the server:
 it follows links of the listing to any host, to any number of pages, and waits as long as it is told. So it gets the
-client of ``zero2all.http_client``, and what it returns is checked.
+client of ``zero2all.base.network.http_client``, and what it returns is checked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import httpx2
 from pydantic import Field
 
 from zero2all import __version__
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.network.http_client import MAX_REPLY_BYTES, Backoff, HttpClient, HttpError, split_url
+from zero2all.base.records import parse_record
+from zero2all.base.redact import is_redacted, redact
 from zero2all.corpus.fetch.download import run_all
 from zero2all.corpus.fetch.remote_file import RemoteFile, probe_file
-from zero2all.errors import UsageError, Z2aError
-from zero2all.http_client import MAX_REPLY_BYTES, Backoff, HttpClient, HttpError, split_url
 from zero2all.recipe import SourceRecipe
 from zero2all.recipe.source_names import to_source_name
-from zero2all.records import parse_record
-from zero2all.redact import is_redacted, redact
 
 MAX_FILES = 1_000_000
 MAX_PAGES = 10_000  # the Hub lists 1,000 files per page

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from zero2all.base.package_data import read_package_table
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Drop, FilterResult, register_filter
 from zero2all.corpus.filters.text_kinds import classify_text
@@ -26,7 +27,7 @@ _ALNUM = bytes(value for value in range(256) if value >= 128 or chr(value).isaln
 def code_generated(document: Document) -> FilterResult:
     """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
 
-    The limits on lines and on the share of letters and digits are those of StarCoder (mean 100, longest 1,000
+    The limits on lines and on the share of letters and digits are StarCoder's (mean 100, longest 1,000
     characters, 25%; https://arxiv.org/abs/2305.06161). A byte above ASCII counts as a letter.
     """
     if classify_text(document) != "code":
@@ -54,24 +55,10 @@ PERMISSIVE_LICENCES = (
 _NO_PARENTHESES = str.maketrans("()", "  ")
 _SPDX_LINE = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9 .+()-]{2,80})")
 _LICENCE_FIELDS = ("license", "licence", "licenses", "spdx", "max_stars_repo_licenses", "detected_licenses")
-# What headers and package data say where they give no SPDX id; the first that matches counts.
-_LICENCE_PHRASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(phrase, re.IGNORECASE), spdx)
-    for phrase, spdx in (
-        (r"GNU Affero General Public License|\bAGPL", "AGPL-3.0"),
-        (r"GNU (?:Lesser|Library) General Public License|\bLGPL", "LGPL-2.1"),
-        (r"GNU General Public License|\bGPL(?:v?[23])\b", "GPL-2.0"),
-        (r"Mozilla Public License", "MPL-2.0"),
-        (r"Apache(?: Software)? License,?\s*(?:Version |v)?2(?:\.0)?|^Apache[ -]?2(?:\.0)?$", "Apache-2.0"),
-        (r"^(?:The )?MIT(?: License)?$|Permission is hereby granted, free of charge, to any person", "MIT"),
-        (r"\b(?:new|modified|3-clause) BSD|BSD[ -]3[ -]Clause|BSD-style license", "BSD-3-Clause"),
-        (r"\b(?:simplified|2-clause) BSD|BSD[ -]2[ -]Clause", "BSD-2-Clause"),
-        (
-            r"All rights reserved\.? (?:Proprietary|Confidential)|\bproprietary and confidential\b",
-            "LicenseRef-Proprietary",
-        ),
-    )
-)
+_LICENCE_PHRASES = [
+    (re.compile(licence["pattern"], re.IGNORECASE), licence["spdx"])
+    for licence in read_package_table(__package__, "licence_phrases.toml")["licences"]
+]
 _HEADER_CHARS = 3000
 
 

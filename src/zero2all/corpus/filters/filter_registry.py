@@ -19,8 +19,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from zero2all.base.errors import UsageError
 from zero2all.corpus.document import Document
-from zero2all.errors import UsageError
 
 
 @dataclass(frozen=True)

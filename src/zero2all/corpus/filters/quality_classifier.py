@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from zero2all.base.errors import UsageError
+from zero2all.base.io import atomic_path, read_json, sha256_file, write_record
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, BoundFilter, Drop, FilterResult, register_filter
 from zero2all.corpus.filters.text_kinds import HAN, classify_text
-from zero2all.errors import UsageError
-from zero2all.io import atomic_path, read_json, sha256_file, write_record
 
 BUCKETS = 1 << 18
 FORMAT = 1

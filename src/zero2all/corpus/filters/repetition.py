@@ -48,7 +48,7 @@ def gopher_repetition(
 
     Chinese, and scripts that are neither Han nor Latin, are measured in characters without white space and signs,
     an ASCII word being one. A Chinese word has some 1.6 characters, so n words become round(1.6 n) characters; the
-    thresholds are those of FineWeb-2 for ``cmn_Hani``. Code is not judged: it repeats by nature.
+    thresholds are FineWeb-2's for ``cmn_Hani``. Code is not judged: it repeats by nature.
 
     Statutes and manuals repeat long terms: over half of the Chinese statutes tried have more than 20% of characters
     in repeated 8-grams. ``DEFAULT_FILTERS`` is wider there; for web text alone the values here are better.

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from zero2all.base.errors import need
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
 from zero2all.corpus.filters.text_kinds import classify_text, split_listings, strip_html_comments
-from zero2all.errors import need
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 # Controls but tab and newline; soft hyphen, zero-width space, marks of direction, word joiner, BOM, non-characters.

@@ -100,10 +100,10 @@ def _check_zip_entries(file: IO[bytes], limit: int) -> None:
 def _zip_skip_reason(info: zipfile.ZipInfo, limits: ReadLimits) -> str:
     is_regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
     problem = limits.unpacked_problem(info.file_size, info.compress_size, limits.member_bytes)
-    return _skip_reason(info.filename, is_regular, "encrypted" if info.flag_bits & 0x1 else problem)
+    return _skip_reason(info.filename, is_regular=is_regular, problem="encrypted" if info.flag_bits & 0x1 else problem)
 
 
-def _skip_reason(name: str, is_regular: bool, problem: str) -> str:
+def _skip_reason(name: str, *, is_regular: bool, problem: str) -> str:
     """Why a member may not be read: for its name or type, or else for ``problem``."""
     if is_unsafe_name(name):
         return "path that leaves the archive"
@@ -152,7 +152,9 @@ def read_tar_members(stream: PeekableStream, limits: ReadLimits) -> Iterator[Arc
                 return
             # A sparse file is mostly holes that cost nothing to claim.
             is_regular = info.isreg() and not info.issparse()
-            skip_reason = _skip_reason(info.name, is_regular, limits.size_problem(info.size, limits.member_bytes))
+            skip_reason = _skip_reason(
+                info.name, is_regular=is_regular, problem=limits.size_problem(info.size, limits.member_bytes)
+            )
             opened = None if skip_reason else archive.extractfile(info)
             yield ArchiveMember(
                 info.name, PeekableStream(_BlockReader(opened, MAX_TAR_READ)) if opened else None, skip_reason
@@ -181,7 +183,7 @@ def read_libarchive_members(file: IO[bytes], kind: Literal["7z", "rar"], limits:
             if member["directory"] or is_hidden(name):
                 continue
             problem = limits.size_problem(size, limits.member_bytes) or ("encrypted" if member["encrypted"] else "")
-            skip_reason = _skip_reason(name, member["regular"], problem)
+            skip_reason = _skip_reason(name, is_regular=member["regular"], problem=problem)
             unpacked.raw = _MemberData(process)
             yield ArchiveMember(name, None if skip_reason else PeekableStream(unpacked), skip_reason)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from zero2all.errors import Z2aError, need
+from zero2all.base.errors import Z2aError, need
 
 MAX_RAW_CHARACTERS = 300  # characters of a broken record, enough for a person to recognise it
 # What libraries raise on damaged files.

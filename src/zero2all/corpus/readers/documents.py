@@ -62,7 +62,7 @@ class XmlHandler:
 def parse_xml(data: bytes, handler: XmlHandler) -> None:
     """Parse a part. Nothing is loaded from elsewhere.
 
-    Declarations inside of the part are refused: entities may expand without end, and attributes with a default value
+    A declaration inside of the part is an error: entities may expand without end, and attributes with a default value
     cost time at every element. Namespaces are not resolved: their names, of any length, would come with every element.
     """
     depth = 0

@@ -31,7 +31,7 @@ class TextEncoding:
     errors: str = "strict"  # "replace" where a few characters are damaged
 
 
-def detect_encoding(head: bytes, is_complete: bool = False) -> TextEncoding:
+def detect_encoding(head: bytes, *, is_complete: bool = False) -> TextEncoding:
     """The encoding of bytes that begin so. ``is_complete``: this is all there is.
 
     UTF-8 is what it looks like or it is not; GB18030 has to be mostly common Chinese characters, because nearly any
@@ -45,7 +45,7 @@ def detect_encoding(head: bytes, is_complete: bool = False) -> TextEncoding:
     if looks_binary(head):
         raise UnreadableFileError("binary, not text")
     for name in ("utf-8", "gb18030"):
-        damaged, read = _count_damaged(head, name, is_complete)
+        damaged, read = _count_damaged(head, name, is_complete=is_complete)
         if damaged <= MAX_DAMAGED_SHARE * read and (name == "utf-8" or _is_chinese(head)):
             return TextEncoding(name, "replace" if damaged else "strict")
     accented = len(_HIGH.findall(head))
@@ -61,7 +61,7 @@ def looks_binary(head: bytes) -> bool:
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > 0.01 * len(head)
 
 
-def _count_damaged(head: bytes, name: str, is_complete: bool) -> tuple[int, int]:
+def _count_damaged(head: bytes, name: str, *, is_complete: bool) -> tuple[int, int]:
     """Damaged and valid non-ASCII characters if read so."""
     text = codecs.getincrementaldecoder(name)("replace").decode(head, final=is_complete)
     damaged = text.count("\ufffd") - head.count(b"\xef\xbf\xbd") * (name == "utf-8")
@@ -117,7 +117,7 @@ class Utf8Reader:
         return block
 
 
-def to_utf8(stream: PeekableStream, replace_errors: bool = True) -> PeekableStream:
+def to_utf8(stream: PeekableStream, *, replace_errors: bool = True) -> PeekableStream:
     """The stream itself if it is UTF-8 by its head, without its byte order mark.
 
     Damaged characters are replaced, or without ``replace_errors`` left for the parser to find.

@@ -37,7 +37,7 @@ FORMAT_BY_MAGIC: dict[bytes, FileFormat] = {
 }
 PDF_HEADER_BYTES = 1024  # some servers put other bytes before it, and every viewer looks this far
 EPUB_MEMBER = b"mimetypeapplication/epub+zip"  # the first member of the zip, not compressed
-OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # Word files with a password, and those of before 2007
+OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # Word files with a password, or from before 2007
 TAR_ALIASES = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 TEXT_FILE_NAMES = {
     "license", "licence", "copying", "notice", "authors", "readme", "changelog", "changes", "contributors",
@@ -103,7 +103,7 @@ def guess_format(name: str, head: bytes) -> FileFormat:
     return "text"
 
 
-def _format_from_magic(head: bytes, named: FileFormat | None, has_extension: bool) -> FileFormat | None:
+def _format_from_magic(head: bytes, named: FileFormat | None, *, has_extension: bool) -> FileFormat | None:
     for magic, found in FORMAT_BY_MAGIC.items():
         if head.startswith(magic):
             return found
@@ -133,11 +133,11 @@ def _format_from_text(name: str, head: bytes, named: FileFormat | None) -> FileF
         sure = _ARRAY_OF_OBJECTS.match(text) and (named != "jsonl" or not _is_object(text.partition("\n")[0]))
         return "json array" if sure or file_extension(name) == ".json" else None
     if text.startswith("{"):
-        return _json_object_format(text, is_json, named)
+        return _json_object_format(text, is_json=is_json, named=named)
     return None
 
 
-def _json_object_format(text: str, is_json: bool, named: FileFormat | None) -> FileFormat | None:
+def _json_object_format(text: str, *, is_json: bool, named: FileFormat | None) -> FileFormat | None:
     """``.json`` is used for one object a line and for one object a file, and JSON lines are found under any name."""
     first, _, rest = text.partition("\n")
     if named == "jsonl" or (_is_object(first) and rest.lstrip().startswith("{")):

@@ -97,7 +97,7 @@ def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict
 
 
 def _read_array_elements(
-    blocks: Iterator[str], limits: ReadLimits, is_inside: bool = False
+    blocks: Iterator[str], limits: ReadLimits, *, is_inside: bool = False
 ) -> Iterator[dict[str, Any] | BrokenRecord]:
     """``is_inside``: what follows the array is not read."""
     scanner = _JsonScanner(blocks, limits.record_bytes)

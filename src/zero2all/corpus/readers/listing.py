@@ -15,9 +15,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from zero2all.base.errors import UsageError
+from zero2all.base.paths import is_url, open_url, resolve_store, store_errors
 from zero2all.corpus.readers.base import UnreadableFileError
-from zero2all.errors import UsageError
-from zero2all.paths import is_url, open_url, resolve_store, store_errors
 from zero2all.recipe import SourceRecipe, TakeRecipe
 
 LINK_OUTSIDE_SOURCE = "link out of the source (follow_links: true reads it)"
@@ -119,7 +119,9 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
     """Every file of a source in a fixed order."""
     found: dict[str, RawFile] = {}
     for pattern in source.paths:
-        files = list(_list_remote(pattern) if is_url(pattern) else _list_local(pattern, source.follow_links))
+        files = list(
+            _list_remote(pattern) if is_url(pattern) else _list_local(pattern, follow_links=source.follow_links)
+        )
         if not files:
             raise UsageError(f"corpus source {source.name!r}: {_not_found_message(pattern)}")
         for file in files:
@@ -130,7 +132,7 @@ def list_files(source: SourceRecipe) -> list[RawFile]:
 
 
 def _take_files(files: list[RawFile], count: int) -> list[RawFile]:
-    """The same files; all but ``count`` of those that can be opened are not. By name: the directory may move."""
+    """Skip all but ``count`` of the files that can be opened. They are chosen by name: the directory may move."""
     ranked = sorted((file for file in files if not file.skip_reason), key=lambda file: file.name_hash)
     refused = {file.path for file in ranked[count:]}
     return [
@@ -154,12 +156,12 @@ def find_file(path: str) -> RawFile:
     return file
 
 
-def path_problem(pattern: str, follow_links: bool = False) -> str | None:
+def path_problem(pattern: str, *, follow_links: bool = False) -> str | None:
     """Why a path gives no file. A URL is not looked up, and a directory is searched only up to its first file."""
     if is_url(pattern):
         return None
     try:
-        tops, root = _find_tops(pattern, follow_links)
+        tops, root = _find_tops(pattern, follow_links=follow_links)
         limit = None if follow_links else root
         has_files = any(any(_walk(os.fspath(top), set(), limit)) if top.is_dir() else top.exists() for top in tops)
     except OSError as error:
@@ -177,10 +179,10 @@ def _not_found_message(pattern: str) -> str:
     return f"nothing at {path}{relative}"
 
 
-def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
+def _list_local(pattern: str, *, follow_links: bool = False) -> Iterator[RawFile]:
     """Files below what the pattern names. Without ``follow_links`` no link leads out of there: a folder that was
     unpacked from a download may hold links to anything that this machine has."""
-    found, root = _find_tops(pattern, follow_links)
+    found, root = _find_tops(pattern, follow_links=follow_links)
     for top in found:
         if not follow_links and not _is_inside(top, root):
             yield RawFile.from_path(top, top, LINK_OUTSIDE_SOURCE)
@@ -191,17 +193,17 @@ def _list_local(pattern: str, follow_links: bool = False) -> Iterator[RawFile]:
             yield RawFile.from_path(path, top, LINK_OUTSIDE_SOURCE if leaves else "")
 
 
-def _find_tops(pattern: str, follow_links: bool) -> tuple[list[Path], str]:
+def _find_tops(pattern: str, *, follow_links: bool) -> tuple[list[Path], str]:
     """The files and directories that a path or glob names, and the directory that links must not lead out of."""
     if not pattern:
         return [], ""
     pattern = os.path.expanduser(pattern)
     if os.path.exists(pattern):  # named by the user, and so good even if it is a link
         return [Path(pattern)], os.path.realpath(pattern)
-    return _glob_local(pattern, follow_links)
+    return _glob_local(pattern, follow_links=follow_links)
 
 
-def _glob_local(pattern: str, follow_links: bool) -> tuple[list[Path], str]:
+def _glob_local(pattern: str, *, follow_links: bool) -> tuple[list[Path], str]:
     """What a pattern finds, and the folder it starts from: its part before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)

@@ -149,7 +149,7 @@ def _split_points(sizes: RowSizes, limit: int) -> NDArray[np.intp]:
     return np.flatnonzero(part[1:] != part[:-1]) + 1
 
 
-def row_sizes(column: pa.Array, mean: bool = False) -> RowSizes:
+def row_sizes(column: pa.Array, *, mean: bool = False) -> RowSizes:
     """Bytes of every row once dictionaries are decoded.
 
     With ``mean``, every value of a dictionary counts as its mean one: that is what Arrow allocates to decode them.
@@ -165,14 +165,14 @@ def row_sizes(column: pa.Array, mean: bool = False) -> RowSizes:
         places = column.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)
         return np.asarray(lengths[places], dtype=np.int64)
     if pa.types.is_struct(kind):
-        fields = (row_sizes(field, mean) for field in column.flatten())
+        fields = (row_sizes(field, mean=mean) for field in column.flatten())
         return sum(fields, np.zeros(len(column), dtype=np.int64))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
-        before = np.concatenate([[0], np.cumsum(row_sizes(column.values, mean) + VALUE_BYTES)])
+        before = np.concatenate([[0], np.cumsum(row_sizes(column.values, mean=mean) + VALUE_BYTES)])
         ends = column.offsets.to_numpy(zero_copy_only=False)
         return np.asarray(before[ends[1:]] - before[ends[:-1]], dtype=np.int64)
     if pa.types.is_fixed_size_list(kind):
-        every = row_sizes(column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size), mean)
+        every = row_sizes(column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size), mean=mean)
         return np.asarray(every.reshape(len(column), kind.list_size).sum(axis=1), dtype=np.int64)
     try:
         lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)

@@ -122,7 +122,7 @@ class _CompactReader:
                 self._skip(kind, depth)
 
     def items(self, wanted: int) -> range:
-        """As many as a list has, which must be of this type."""
+        """The indices of a list, which must be of this type."""
         kind, size = self._list_head()
         if kind != wanted:
             raise ValueError("a list of another type")
@@ -137,7 +137,7 @@ class _CompactReader:
         return head & 0x0F, self._size(self.varint() if head >> 4 == LONG_LIST else head >> 4)
 
     def _size(self, size: int) -> int:
-        """Of something of which every part takes at least a byte."""
+        """Check the size of something of which every part takes at least a byte."""
         if size > len(self.data) - self.at:
             raise ValueError("more than the footer holds")
         return size

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Self
 
+from zero2all.base.limited_process import LimitedProcess
 from zero2all.corpus.readers import reader_child
 from zero2all.corpus.readers.base import (
     NO_LIBARCHIVE,
@@ -20,7 +21,6 @@ from zero2all.corpus.readers.base import (
     UnreadableFileError,
     UnreadableItemError,
 )
-from zero2all.limited_process import LimitedProcess
 
 PROGRAM = Path(reader_child.__file__)
 OPTIONAL_PACKAGES = ("ftfy", "resiliparse", "pypdf", "cryptography")

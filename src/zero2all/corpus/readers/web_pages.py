@@ -187,7 +187,7 @@ def _parse_headers(header: bytes) -> dict[str, str]:
     return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
-def _read_exactly(stream: PeekableStream, size: int, keep: bool) -> bytes | None:
+def _read_exactly(stream: PeekableStream, size: int, *, keep: bool) -> bytes | None:
     """The next ``size`` bytes, empty if not kept, None if missing."""
     parts = []
     while size > 0:

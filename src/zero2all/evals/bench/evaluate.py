@@ -41,7 +41,7 @@ class Scorer(Protocol):
     """A model, or a stand-in for one in tests."""
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score | None]:
-        """Of each continuation after its context; None if the continuation is longer than the model's context."""
+        """Score each continuation after its context; None if the continuation is longer than the model's context."""
         ...
 
     def generate(self, prompts: Sequence[str], max_tokens: int, stop: tuple[str, ...]) -> list[str]:
@@ -81,7 +81,7 @@ class ItemResult:
     nats: float = 0.0
     """-log P(right answer); of several right options the sum."""
     bytes: int = 0
-    """Of the right answer; 0 if it was not scored, since it is longer than the model's context."""
+    """Bytes of the right answer; 0 if it was not scored, since it is longer than the model's context."""
     is_unsupported: bool = False
     """Whether code could not be tested, since it passes more than plain data; it does not count as right."""
 
@@ -89,7 +89,7 @@ class ItemResult:
 def evaluate_task(
     scorer: Scorer, task: Task, form: Form | None = None, shots: int = 0, sandbox: Sandbox | None = None
 ) -> list[ItemResult]:
-    """The result of each item, in their order. ``form`` is that of multiple-choice questions; default: the task's."""
+    """The result of each item, in their order. ``form`` is for multiple-choice questions; default: the task's."""
     choices = [item for item in task.items if isinstance(item, ChoiceItem)]
     clozes = [item for item in task.items if isinstance(item, ClozeItem)]
     answers = [item for item in task.items if isinstance(item, AnswerItem)]
@@ -166,7 +166,7 @@ def _best(nats: np.ndarray[tuple[int], np.dtype[np.float64]], count: int) -> lis
 def _ask_clozes(scorer: Scorer, items: Sequence[ClozeItem]) -> list[ItemResult]:
     scores = scorer.score([(item.context, item.continuation) for item in items])
     return [
-        _with_answer(item.id, score is not None and score.greedy, score, item.continuation)
+        _with_answer(item.id, is_right=score is not None and score.greedy, score=score, answer=item.continuation)
         for item, score in zip(items, scores, strict=True)
     ]
 
@@ -177,7 +177,7 @@ def _ask_answers(scorer: Scorer, task: Task, items: Sequence[AnswerItem], shots:
     is_line = all(item.kind == "first-line" for item in items)
     texts = scorer.generate(prompts, LINE_TOKENS if is_line else REASONING_TOKENS, ANSWER_STOP)
     return [
-        _with_answer(item.id, is_right_answer(item, text), score, f" {item.solution}")
+        _with_answer(item.id, is_right=is_right_answer(item, text), score=score, answer=f" {item.solution}")
         for item, text, score in zip(items, texts, scores, strict=True)
     ]
 
@@ -213,7 +213,7 @@ def _ask_codes(scorer: Scorer, items: Sequence[CodeItem], sandbox: Sandbox) -> l
         statuses = list(pool.map(lambda item, text: _code_status(sandbox, item, text), items, texts))
     return [
         replace(
-            _with_answer(item.id, status == "ok", score, item.solution),
+            _with_answer(item.id, is_right=status == "ok", score=score, answer=item.solution),
             is_unsupported=status == "unsupported",
         )
         for item, status, score in zip(items, statuses, scores, strict=True)
@@ -234,7 +234,7 @@ def _context(prompt: str) -> str:
     return ""
 
 
-def _with_answer(item_id: str, is_right: bool, score: Score | None, answer: str) -> ItemResult:
+def _with_answer(item_id: str, *, is_right: bool, score: Score | None, answer: str) -> ItemResult:
     """The result of an answer that nobody gives by chance."""
     if score is None:
         return ItemResult(item_id, is_right, 0.0)

@@ -1,6 +1,6 @@
 """The questions of benchmarks as typed records, and their prompts.
 
-Prompts have fixed formats, those of lm-eval where it has the task, so that scores can be compared: the description of
+Prompts have fixed formats, lm-eval's where it has the task, so that scores can be compared: the description of
 the task, the examples with their answers and the question, separated by empty lines.
 """
 
@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from zero2all.base.package_data import read_package_table
 
 Language = Literal["en", "zh"]
 Form = Literal["cloze", "letter", "cot"]
@@ -105,24 +107,8 @@ class Wording:
     possible_answers: str
 
 
-WORDING: dict[Language, Wording] = {
-    "en": Wording(
-        question="Question: ",
-        answer="Answer:",
-        delimiter=" ",
-        reasoning="Let's think step by step.",
-        conclusion="Therefore, the answer is",
-        possible_answers="Possible answers:",
-    ),
-    "zh": Wording(
-        question="问题：",
-        answer="答案：",
-        delimiter="",
-        reasoning="让我们一步一步地思考。",
-        conclusion="所以答案是",
-        possible_answers="可能的答案：",
-    ),
-}
+_WORDS = read_package_table(__package__, "wording.toml")
+WORDING: dict[Language, Wording] = {"en": Wording(**_WORDS["en"]), "zh": Wording(**_WORDS["zh"])}
 
 
 @dataclass(frozen=True)
@@ -133,7 +119,7 @@ class ChoiceQuery:
     continuations: tuple[str, ...]
     """One for each option."""
     texts: tuple[str, ...]
-    """Those without the space before them."""
+    """The continuations without the space before them."""
 
 
 def choice_query(

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from zero2all.console import progress
+from zero2all.base.console import progress
+from zero2all.base.manifest import read_documents_manifest
+from zero2all.base.tasks import TaskEngine, available_cores
 from zero2all.corpus.dedup.decontaminate import build_decontamination_index, find_ngrams
-from zero2all.engine import Engine, available_cores
 from zero2all.evals.bench.evaluate import choice_queries
 from zero2all.evals.bench.items import WORDING, AnswerItem, ChoiceItem, ClozeItem, Form, Item, LabelStyle, Language
 from zero2all.evals.bench.tasks import Task
 from zero2all.evals.target import EvalTarget
-from zero2all.io import read_documents_manifest
 from zero2all.model import IGNORE_INDEX, Z2all
 
 NONE_OF_THE_OTHERS: dict[Language, str] = {"en": "None of the other options", "zh": "其他选项都不对"}
@@ -53,7 +53,7 @@ class Context:
     others: Sequence[ChoiceItem]
     """All items of the task, or all its examples."""
     rng: random.Random
-    """Of the item and the mutation alone."""
+    """Random numbers for the item and the mutation alone."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def replace_answer(item: ChoiceItem, context: Context) -> ChoiceItem | None:
 
 
 def keep_one_answer(item: ChoiceItem, context: Context) -> ChoiceItem | None:
-    """Of several right options one is left."""
+    """Keep one of several right options."""
     if len(item.answers) == 1 or len(item.answers) == len(item.options):
         return None
     kept = context.rng.choice(item.answers)
@@ -177,7 +177,7 @@ class Contamination:
 
     task: str
     shares: dict[str, float]
-    """By item: how many of its n-grams are in training documents. Items too short for an n-gram are not here."""
+    """Shares by item: how many of its n-grams are in training documents. Items too short for an n-gram are not here."""
     items: int
 
     @property
@@ -207,7 +207,7 @@ def find_contamination_of(tasks: list[Task], documents: Path) -> list[Contaminat
         texts = {name: _item_texts(item) for name, (_, item) in names.items()}
         index = build_decontamination_index(texts, Path(folder))
         found = np.zeros(len(index.ngrams), dtype=bool)
-        engine = Engine(workers=min(available_cores(), max(1, len(shards))))
+        engine = TaskEngine(workers=min(available_cores(), max(1, len(shards))))
         with progress("comparing items with training documents", len(shards)) as advance:
             arguments = [(shard, Path(folder)) for shard in shards]
             for places in engine.run(find_ngrams, arguments, lambda number: advance(1)):

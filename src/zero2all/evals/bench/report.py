@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from zero2all.charts.table import text_table
+from zero2all.base.charts.table import text_table
 from zero2all.evals.bench.evaluate import ItemResult
 from zero2all.evals.bench.memorization import Contamination
 from zero2all.evals.validation_loss import ratio_error
@@ -82,7 +82,7 @@ def _normal(value: float, error: float | None) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class BenchEvaluation:
     """The answers of one model to one version of a benchmark."""
 
     target: str
@@ -118,7 +118,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of the second evaluation minus that of the first, on the items that both have."""
+    """A metric of the second evaluation minus the first's, on the items that both have."""
 
     target: str
     """The one of the second evaluation."""
@@ -145,13 +145,13 @@ class BenchReport:
     results: list[BenchResult]
     differences: list[Difference]
     core: dict[str, Estimate]
-    """By target: the mean of the centered accuracies of tasks, as the CORE metric of DCLM, from two tasks on."""
+    """Scores by target: the mean of the centered accuracies of tasks, as the CORE metric of DCLM, from two tasks on."""
     contamination: list[Contamination]
-    """By task, if items were compared with the training documents."""
+    """The result of each task, if items were compared with the training documents."""
     notes: list[str]
 
 
-def summarize(evaluation: Evaluation) -> BenchResult:
+def summarize(evaluation: BenchEvaluation) -> BenchResult:
     items = evaluation.items
     chance = float(np.mean([item.chance for item in items]))
     accuracy = proportion(_array([item.is_right for item in items]))
@@ -171,14 +171,14 @@ def summarize(evaluation: Evaluation) -> BenchResult:
     )
 
 
-def core(evaluations: Sequence[Evaluation]) -> Estimate | None:
+def core(evaluations: Sequence[BenchEvaluation]) -> Estimate | None:
     """The mean of centered accuracies over tasks; None for a single task."""
     ratios = [_centered_accuracy(evaluation.items) for evaluation in evaluations]
     return mean_of_ratios(ratios) if len(ratios) > 1 else None
 
 
 def compare(
-    first: Evaluation, second: Evaluation, names: tuple[str, str], metrics: Sequence[Metric]
+    first: BenchEvaluation, second: BenchEvaluation, names: tuple[str, str], metrics: Sequence[Metric]
 ) -> list[Difference]:
     """Paired differences, on the items that both evaluations have."""
     by_id = {item.id: item for item in second.items}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero2all.console import say
-from zero2all.errors import UsageError
+from zero2all.base.console import say
+from zero2all.base.errors import UsageError
 from zero2all.evals.bench.evaluate import ModelScorer, Scorer, evaluate_task
 from zero2all.evals.bench.items import CodeItem, Form
 from zero2all.evals.bench.memorization import (
@@ -18,7 +18,7 @@ from zero2all.evals.bench.memorization import (
     mutate,
     train_on_questions,
 )
-from zero2all.evals.bench.report import ORIGINAL, BenchReport, Difference, Evaluation, compare, core, summarize
+from zero2all.evals.bench.report import ORIGINAL, BenchEvaluation, BenchReport, Difference, compare, core, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.evals.target import EvalTarget
 from zero2all.sandbox import Sandbox, open_sandbox
@@ -36,9 +36,9 @@ class BenchOptions:
     """How benchmarks are asked."""
 
     forms: tuple[Form, ...] = ()
-    """Of multiple-choice questions. Default: that of the task, with mutations ``letter``."""
+    """The forms of multiple-choice questions. Default: the task's, with mutations ``letter``."""
     shots: int | None = None
-    """Number of examples in a prompt. Default: that of the task."""
+    """Number of examples in a prompt. Default: the task's."""
     limit: int | None = None
     """Number of items of a task, chosen at random but always the same. Default: all."""
     mutate: bool = False
@@ -112,7 +112,7 @@ def _evaluations(
     task: Task,
     options: BenchOptions,
     sandbox: Sandbox | None,
-) -> Iterator[Evaluation]:
+) -> Iterator[BenchEvaluation]:
     forms: tuple[Form | None, ...] = (None,)
     if task.form is not None:
         forms = options.forms or (("letter",) if options.mutate else (task.form,))
@@ -122,16 +122,16 @@ def _evaluations(
         for version, versioned in _versions(task, form, options):
             say(f"{label}: {task.name}, {form or GENERATED}, {version}: {len(versioned.items)} items")
             items = evaluate_task(scorer, versioned, form, shots, sandbox)
-            yield Evaluation(label, task.name, form or GENERATED, shots, version, items)
+            yield BenchEvaluation(label, task.name, form or GENERATED, shots, version, items)
         if options.train_on_questions and form is not None:
             say(f"{label}: {task.name}, {form}, {QUESTION_TRAINED}")
             trained = make_scorer(train_on_questions(target, task, form))
             items = evaluate_task(trained, task, form, shots, sandbox)
-            yield Evaluation(label, task.name, form, shots, QUESTION_TRAINED, items)
+            yield BenchEvaluation(label, task.name, form, shots, QUESTION_TRAINED, items)
 
 
 def _contamination(targets: Sequence[EvalTarget], tasks: list[Task]) -> dict[str, Contamination]:
-    """By task, over the training documents of the first target."""
+    """Contamination by task, over the training documents of the first target."""
     target = targets[0]
     if target.step is None:
         raise UsageError(
@@ -140,7 +140,7 @@ def _contamination(targets: Sequence[EvalTarget], tasks: list[Task]) -> dict[str
     return {one.task: one for one in find_contamination_of(tasks, Run.open(target.directory).recipe.documents_dir)}
 
 
-def _clean_part(evaluation: Evaluation, contamination: Contamination) -> Evaluation | None:
+def _clean_part(evaluation: BenchEvaluation, contamination: Contamination) -> BenchEvaluation | None:
     """The results on items that are in no training document; None if those are all items, or none."""
     items = [item for item in evaluation.items if contamination.is_clean(item.id)]
     return replace(evaluation, mutation=CLEAN, items=items) if 0 < len(items) < len(evaluation.items) else None
@@ -154,17 +154,17 @@ def _versions(task: Task, form: Form | None, options: BenchOptions) -> Iterator[
             yield mutation.name, mutated
 
 
-def _first_of_tasks(evaluations: Sequence[Evaluation], target: str) -> list[Evaluation]:
+def _first_of_tasks(evaluations: Sequence[BenchEvaluation], target: str) -> list[BenchEvaluation]:
     """One evaluation of each task: in the first form."""
-    found: dict[str, Evaluation] = {}
+    found: dict[str, BenchEvaluation] = {}
     for evaluation in evaluations:
         if evaluation.target == target:
             found.setdefault(evaluation.task, evaluation)
     return list(found.values())
 
 
-def _differences(evaluations: Sequence[Evaluation]) -> list[Difference]:
-    """Of each mutation from the original, of other forms from the first, and of other targets from the first."""
+def _differences(evaluations: Sequence[BenchEvaluation]) -> list[Difference]:
+    """Compare each mutation with the original, other forms with the first, and other targets with the first."""
     found: list[Difference] = []
     by_key = {(one.target, one.task, one.form, one.mutation): one for one in evaluations}
     first_target = evaluations[0].target

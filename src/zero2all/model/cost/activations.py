@@ -24,7 +24,7 @@ class ActivationShards:
     sp: bool = True
     """With tp, norms and residual stream are sharded too."""
     gathered_keys: int = 1
-    """Keys and values that attention keeps, as a multiple of those of the rank's own tokens: cp may gather all."""
+    """Keys and values that attention keeps, as a multiple of the rank's own: cp may gather all."""
 
     @property
     def stream(self) -> int:
@@ -32,48 +32,57 @@ class ActivationShards:
         return self.tp if self.sp else 1
 
 
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which activations of a block stay until its backward pass."""
+
+    recompute: Recompute = "none"
+    every: int = 1
+    """With ``full``, the number of blocks that are recomputed together."""
+    offload: bool = False
+    """One offloaded block is computed while another is copied."""
+    score_bytes: int = 0
+    """Bytes that attention keeps for each token and head (``dropout_score_bytes``)."""
+
+
 ONE_RANK = ActivationShards()
+KEEP_ALL = ActivationPolicy()
 
 
 def activation_bytes(
     config: ModelConfig,
     tokens: int,
+    *,
     half: bool,
-    recompute: Recompute = "none",
+    policy: ActivationPolicy = KEEP_ALL,
     layers: Sequence[int] | None = None,
     micro_batches: float = 1.0,
     shards: ActivationShards = ONE_RANK,
-    every: int = 1,
-    offload: bool = False,
-    score_bytes: int = 0,
 ) -> int:
     """What the blocks ``layers`` (default: all) keep of micro-batches of ``tokens`` tokens until the backward pass.
 
     ``micro_batches`` are those that a pipeline rank has run forward and not backward; only one is recomputed at a time.
-    With ``full``, groups of ``every`` blocks are recomputed together. With ``offload``, of blocks that are offloaded
-    one is computed while another is copied. ``score_bytes`` are what attention keeps of a token and head
-    (``dropout_score_bytes``).
     """
     element = 2 if half else 4
     layers = list(range(config.num_hidden_layers) if layers is None else layers)
     end = _norm_bytes(config, element, shards) if config.num_hidden_layers - 1 in layers else 0
     stream = _stream_bytes(config, element) // shards.stream
-    scores = score_bytes * config.num_attention_heads // shards.tp
+    scores = policy.score_bytes * config.num_attention_heads // shards.tp
     blocks = []
     for layer in layers:
         saved, recomputed = _block_bytes(config, layer, element, shards) + scores, 0
-        if recompute != "none":
-            products = _product_bytes(config, layer, element, shards) if recompute == "selective" else 0
+        if policy.recompute != "none":
+            products = _product_bytes(config, layer, element, shards) if policy.recompute == "selective" else 0
             kept = stream + products
             saved, recomputed = kept, max(0, saved - kept)  # what is kept is not computed again
-        blocks.append(BlockActivations(saved, recomputed, offload and is_offloaded(layer, config)))
-    if recompute == "full":
+        blocks.append(BlockActivations(saved, recomputed, policy.offload and is_offloaded(layer, config)))
+    if policy.recompute == "full":
         runs = consecutive_runs(layers)
         starts = itertools.accumulate(map(len, runs), initial=0)
         blocks = [
             group
             for start, run in zip(starts, runs, strict=False)
-            for group in recomputed_groups(blocks[start : start + len(run)], every)
+            for group in recomputed_groups(blocks[start : start + len(run)], policy.every)
         ]
     if config.mtp_weight:  # its block, made like the last one, is not checkpointed
         blocks.append(BlockActivations(_block_bytes(config, config.num_hidden_layers - 1, element, shards) + scores))
@@ -140,8 +149,8 @@ def is_offloaded(layer: int, config: ModelConfig) -> bool:
     return layer < config.num_hidden_layers - 1
 
 
-def loss_bytes(config: ModelConfig, tokens: int, half: bool, device: torch.device, tp: int = 1) -> int:
-    """Logits that the loss has at one time: all of them in its reference and over tp ranks, else those of a chunk, with
+def loss_bytes(config: ModelConfig, tokens: int, *, half: bool, device: torch.device, tp: int = 1) -> int:
+    """Logits that the loss has at one time: all of them in its reference and over tp ranks, else of a chunk, with
     the gradients of the head (in fp32) and of its input, which such a loss computes along with itself."""
     rows = config.padded_vocab_size
     if tp > 1:

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 import torch
 import yaml
 
-from zero2all.errors import UsageError
-from zero2all.gpu_specs import Gpu
+from zero2all.base.errors import UsageError
+from zero2all.base.machine.gpu_specs import Gpu
+from zero2all.base.units import show_bytes, show_count
 from zero2all.model.cost.flops import flops_per_token, palm_flops_per_token
-from zero2all.model.cost.model_size import (
-    ParameterCounts,
-    count_parameters,
-    kv_cache_bytes_per_token,
-)
+from zero2all.model.cost.model_size import ParameterCounts, count_parameters, kv_cache_bytes_per_token
 from zero2all.model.cost.shape_advice import Advice, Matmul, advise_shapes, model_matmuls
 from zero2all.model.hf_weights import HFSummary
 from zero2all.model.ops import KernelChoice, choose_kernels
 from zero2all.recipe import ModelConfig, Recipe
-from zero2all.units import show_bytes, show_count
 
 
 def with_precision_of(recipe: Recipe, gpu: Gpu) -> Recipe:
@@ -45,7 +41,7 @@ FLOPS_COUNTS = {
     "hardware": ("hardware", "  fused attention recomputes the scores; what HFU counts"),
     "recomputing": ("hardware_recomputing", "  the same with full activation checkpointing"),
 }
-"""By what is printed: the key of the count, and what it means."""
+"""The key of each count by what is printed, and what it means."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class ModelDescription:
     model: ModelConfig
     parameters: ParameterCounts
     flops_per_token: dict[str, int]
-    """By what is counted, in a sequence of ``seq_len``."""
+    """FLOPs by what is counted, in a sequence of ``seq_len``."""
     cache: KVCacheSize
     ops: list[KernelChoice]
     gpu: str

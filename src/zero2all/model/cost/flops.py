@@ -21,7 +21,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Flops:
-    """Of the forward pass of one token in a sequence, on average.
+    """FLOPs of the forward pass of one token in a sequence, on average.
 
     Scores count every pair of the sequence (or of the window), also those that the causal mask leaves out: PaLM,
     Megatron and torch's counter do so, and a utilisation is only worth something beside theirs. ``causal`` has the
@@ -33,15 +33,15 @@ class Flops:
     scores: int
     """Queries times keys, and weights times values."""
     mlp: int
-    """Of the experts, those that a token goes to; the router too."""
+    """The feed-forward layers: of the experts, only the ones that a token goes to; the router too."""
     head: int
     causal_scores: int
     """``scores`` of the pairs that the causal mask lets through."""
     recomputed: tuple[int, ...]
-    """Of each layer, what recomputation runs again: all but the product that ends the block, which no gradient needs.
+    """What recomputation runs again in each layer: all but the product that ends the block, which no gradient needs.
     The block of multi-token prediction is not checkpointed."""
     last_products: tuple[int, ...]
-    """Of each layer, the product that ends the block: the next block of a group that is recomputed needs it."""
+    """The product that ends the block of each layer: the next block of a group that is recomputed needs it."""
 
     @property
     def forward(self) -> int:

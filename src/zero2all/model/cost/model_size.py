@@ -38,7 +38,7 @@ class ParameterCounts:
     parts: dict[str, int]
     total: int
     active: int
-    """Those that a token goes through: of the experts, only its own."""
+    """Parameters that a token goes through: of the experts, only its own."""
     in_products: int
     """Active ones that a token is multiplied with: not the embedding, which is looked up. The N of 6N."""
 

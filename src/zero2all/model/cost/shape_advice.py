@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zero2all.gpu_specs import Gpu
+from zero2all.base.machine.gpu_specs import Gpu
 from zero2all.recipe import ModelConfig, Recipe
 
 TILE = (128, 256)  # output elements of one thread block in the large kernels of cuBLAS and CUTLASS
@@ -83,7 +83,7 @@ def _matmul(name: str, rows: int, inner: int, columns: int, gpu: Gpu) -> Matmul:
 def advise_shapes(recipe: Recipe, gpu: Gpu) -> list[Advice]:
     """Everything in the recipe's shape that the GPU would not like.
 
-    >>> from zero2all.gpu_specs import GPUS
+    >>> from zero2all.base.machine.gpu_specs import GPUS
     >>> train = TrainRecipe(epochs=1, batch_tokens=16384)
     >>> recipe = Recipe(model=ModelConfig(intermediate_size=500, vocab_size=8192), train=train)
     >>> print(advise_shapes(recipe, GPUS["A100"])[0])

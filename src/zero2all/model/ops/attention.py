@@ -108,7 +108,7 @@ class SdpaMask(NamedTuple):
 def sdpa_mask(queries: MaskInputs, first: int = 0, row_length: int | None = None) -> SdpaMask:
     """For queries at positions [first, first + length) over keys [0, first + length).
 
-    ``doc_starts_BS`` is that of the queries, ``cu_seqlens`` that of whole rows of ``row_length``.
+    ``doc_starts_BS`` covers the queries, ``cu_seqlens`` whole rows of ``row_length``.
     """
     doc_starts_BS, length, window, device, cu_seqlens = queries
     window = None if window is None or window >= first + length else window
@@ -191,7 +191,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class FlashMask(NamedTuple):
     window: tuple[int, int]
     sequences: VarlenSequences | None
-    """Of documents."""
+    """The sequences of documents."""
 
 
 def _flash_mask(rows: MaskInputs) -> FlashMask:

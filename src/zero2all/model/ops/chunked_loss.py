@@ -44,7 +44,7 @@ def chunked_forward_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and with a scale for each row the gradients of x and weight, else empty ones.
 
-    That of the weight is in fp32 whatever the weight is: in bf16 each addition of a chunk would round the sum so far.
+    The gradient of weight is always in fp32: in bf16 each addition of a chunk would round the sum so far.
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x) if scale is not None else x.new_empty(0)

@@ -95,7 +95,7 @@ class SoftTargets(NamedTuple):
     ids_BSK: Tensor
     logps_BSK: Tensor
     weight: float
-    """Of the teacher in the loss; the rest is that of the right tokens."""
+    """The teacher's weight in the loss; the right tokens have the rest."""
 
 
 def soft_cross_entropy(x_ND: Tensor, weight: Tensor, ids_NK: Tensor, logps_NK: Tensor, head: HeadConfig) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero2all.torch_private import flash_attention_cpu, flash_attention_cpu_backward
+from zero2all.base.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 MAX_FP32_BACKWARD = 1024
 """Up to this length torch's CPU kernel computes a backward pass in bf16 slower than in fp32, by 2 to 6 times.
@@ -61,7 +61,7 @@ class KeyRange(NamedTuple):
 
 
 def segments(doc_starts_BS: Tensor, window: int, first: int = 0) -> Iterator[Segment]:
-    """Of queries at the positions from ``first`` on, whose documents begin at ``doc_starts_BS``."""
+    """Segments of queries at the positions from ``first`` on, whose documents begin at ``doc_starts_BS``."""
     end = first + doc_starts_BS.shape[1]
     if window >= end and not doc_starts_BS.any():  # every row is one document
         yield Segment(slice(None), 0, first, end)
@@ -104,9 +104,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, doc_starts_BS: Tensor, window: int, first
 
 @torch.library.custom_op("zero2all::document_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    doc_starts_BS: Tensor,
+    window: int,
     first: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     longest = max(segment.end - segment.first_key for segment in segments(doc_starts_BS, window, first))
     if longest <= MAX_FP32_BACKWARD:
         grad_q, grad_k, grad_v = _backward_segments(
@@ -117,9 +124,16 @@ def _backward(
 
 
 def _backward_segments(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    doc_starts_BS: Tensor,
+    window: int,
     first: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for segment in segments(doc_starts_BS, window, first):
         mine = segment.queries(first)
@@ -136,9 +150,16 @@ def _backward_segments(
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, doc_starts_BS: Tensor, window: int,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    doc_starts_BS: Tensor,
+    window: int,
     first: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero2all.errors import UsageError
+from zero2all.base.errors import UsageError
 from zero2all.model.ops import attention, cross_entropy, experts, norm, rope, swiglu
 from zero2all.model.ops.kernels import Kernel
 from zero2all.recipe import ModelConfig

@@ -25,7 +25,7 @@ class VarlenSequences(NamedTuple):
 def document_cu_seqlens(doc_starts_BS: Tensor, rows: int | None = None) -> Tensor:
     """Where documents begin in the flattened rows of each micro-batch of ``rows``, and where it ends: int32 [M, N + 1].
 
-    A host sync, unless the starts are on CPU. N is that of the micro-batch with the most documents, others are padded
+    A host sync, unless the starts are on CPU. N fits the micro-batch with the most documents, others are padded
     with empty ones: a flash kernel takes memory for each. It is rounded up, as a compiled block is compiled again for
     some new shapes.
     """
@@ -54,7 +54,7 @@ def own_chunk_sequences(cu_seqlens: Tensor, row_length: int, first: int, length:
 
 
 def row_sequences(batch: int, first: int, length: int, device: torch.device) -> VarlenSequences:
-    """As ``chunk_sequences`` for rows of one document."""
+    """Sequences like ``chunk_sequences``, for rows of one document."""
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return VarlenSequences(rows * length, rows * (first + length), length, first + length)
 

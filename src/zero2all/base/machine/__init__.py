@@ -1,0 +1,1 @@
+"""The machine at hand: devices, CPUs, and the table of GPUs."""

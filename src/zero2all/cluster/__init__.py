@@ -1,0 +1,1 @@
+"""Many nodes: launching and supervising a job, checking nodes, files for Slurm and Kubernetes."""

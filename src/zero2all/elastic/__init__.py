@@ -1,1 +1,0 @@
-"""A job on many nodes that survives failures: launcher, agent, rendezvous, heartbeats, failure reports."""

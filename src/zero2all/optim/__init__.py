@@ -1,0 +1,1 @@
+"""Optimizers, which of a model's parameters each updates, and the bytes of its state."""
