@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests.track.browser import watching
 from zero2all.base.errors import Z2aError
 from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
+from zero2all.track.http_server import serve
 from zero2all.track.live_run import LiveRun
 from zero2all.track.page_data import PAGE_DIR
 from zero2all.track.run_locations import LocalRunLocation
@@ -74,6 +76,22 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     with watching(tmp_path) as (_, process):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+def test_ctrl_c_while_the_event_loop_starts_is_no_failure_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, sent = signal.signal, []
+
+    def install_and_interrupt(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        if number == signal.SIGINT and not sent:
+            sent.append(number)
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        serve(Starlette(), "127.0.0.1", 0, lambda port: None)
+    assert sent
 
 
 def test_the_documents_of_a_step(client: TestClient) -> None:

@@ -214,9 +214,10 @@ def serve(app: Starlette, host: str, port: int, ready: Callable[[int], None]) ->
         except OSError as error:
             raise Z2aError(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
         listener.listen()
-        ready(listener.getsockname()[1])
-        served = LoopbackHosts(app) if host in LOOPBACK_HOSTS else app
-        uvicorn.Server(server_config(served)).run([listener])
+        server = uvicorn.Server(server_config(LoopbackHosts(app) if host in LOOPBACK_HOSTS else app))
+        with server.capture_signals():  # asyncio loses a Ctrl-C that arrives while it installs its own handler
+            ready(listener.getsockname()[1])
+            server.run([listener])
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
