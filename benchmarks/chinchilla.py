@@ -51,7 +51,7 @@ class OptimalTraining:
 def compute_optimal_table(
     sizes: Sequence[float] = (4e8, 1e9, 1e10, 6.7e10, 1.75e11, 2.8e11, 5.2e11, 1e12),
 ) -> list[OptimalTraining]:
-    """Chinchilla's table 3, with 20 tokens a parameter."""
+    """Chinchilla's table 3, with 20 tokens per parameter."""
     rows = []
     for size in sizes:
         tokens = TOKENS_PER_PARAMETER * size
@@ -87,7 +87,7 @@ def over_training_table(
 
 
 def _optimal_parameters(loss: float) -> float:
-    """Of the model that reaches a loss with 20 tokens a parameter."""
+    """Of the model that reaches a loss with 20 tokens per parameter."""
     low, high = math.log(1e3), math.log(1e16)
     for _ in range(100):
         middle = (low + high) / 2

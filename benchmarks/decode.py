@@ -2,8 +2,8 @@
 
     python -m benchmarks decode [--threads 2] [--shapes 25m 300m] [--dtypes f32 bf16] [--tokens 48]
 
-Prints tokens a second after the prefill (the median of three), the ratio, and how fast weights are read beside how fast
-this machine reads memory: one token needs all weights once, so that ratio cannot be above 1.
+Prints tokens per second after the prefill (the median of three), the ratio, and the bandwidth of reading the weights as
+a share of memory bandwidth: one token needs all weights once, so that share cannot be above 1.
 """
 
 from __future__ import annotations

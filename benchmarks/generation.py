@@ -65,7 +65,7 @@ def main() -> None:
     contenders["transformers, the same batches"] = lambda: generate_theirs(
         theirs, prompts, options.batch_size, options.max_tokens
     )
-    show(f"{torch.get_num_threads()} threads; tokens a second, and a CPU second")
+    show(f"{torch.get_num_threads()} threads; tokens per second, and a CPU second")
     for _ in range(options.rounds):
         for name, run in contenders.items():
             wall, cpu = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""Synchronization of 8 and 64 islands over 1 Gb/s, computed: what each method sends, and the tokens a second of all.
+"""Synchronization of 8 and 64 islands over 1 Gb/s, computed: what each method sends, and the tokens per second of all.
 
     python -m benchmarks islands_simulation --out bench
 

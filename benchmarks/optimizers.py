@@ -72,4 +72,4 @@ def main() -> None:
             for name, shape in shapes.items()
         ) / count  # fmt: skip
         rows.append((name, f"{held:.2f}", f"{1e9 * statistics.median(measured) / count:.2f}"))
-    show(f"{count} parameters\n\n{markdown_table(('optimizer', 'bytes a parameter', 'ns a parameter'), rows)}")
+    show(f"{count} parameters\n\n{markdown_table(('optimizer', 'bytes per parameter', 'ns per parameter'), rows)}")

@@ -103,7 +103,7 @@ def table(found: list[Comparison]) -> str:
         seconds = f"{one.planned.expected:.3f} s", f"{one.measured:.3f} s"
         rows.append((one.case, f"{one.tokens:,}", *seconds, f"{one.difference:+.1%}"))
     worst = max(found, key=lambda one: abs(one.difference))
-    lines = markdown_table(("recipe", "tokens a step", "planned", "measured", "difference"), rows)
+    lines = markdown_table(("recipe", "tokens per step", "planned", "measured", "difference"), rows)
     return f"{lines}\n\nworst: {worst.difference:+.1%} ({worst.case})"
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks serve RUN [--streams 16] [--tokens 64] [--threads 2]
 
-Both compute in f32 with as many slots as streams. Prints tokens a second over all streams and the time to the first
+Both compute in f32 with as many slots as streams. Prints tokens per second over all streams and the time to the first
 token (median and largest); needs the packages openai, gguf and xllamacpp.
 """
 

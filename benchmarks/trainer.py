@@ -1,4 +1,4 @@
-"""Our trainer beside a bare hand-written loop, and beside other trainers: tokens a second, turn by turn.
+"""Our trainer beside a bare hand-written loop, and beside other trainers: tokens per second, turn by turn.
 
     python -m benchmarks trainer RUN --layout ddp --rounds 3       # against a bare loop on 2 ranks: ddp or fsdp
     python -m benchmarks trainer RUN --peers --rounds 3            # one process, against transformers.Trainer

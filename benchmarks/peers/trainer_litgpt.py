@@ -5,7 +5,7 @@ It runs in a Python of its own, because litgpt wants its own versions of things:
     python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 && litgpt/bin/pip install litgpt requests
     python -m benchmarks trainer RUN --peers --litgpt litgpt/bin/python
 
-The shape comes as JSON on the command line; the last line of its output is tokens a second.
+The shape comes as JSON on the command line; the last line of its output is tokens per second.
 """
 
 from __future__ import annotations

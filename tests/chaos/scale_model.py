@@ -164,7 +164,7 @@ def render_report(report: ScaleReport) -> str:
         ("messages for each node until then", f"{report.meet_messages_per_agent:.1f}"),
         ("heartbeats: the server's share of a core", f"{100 * report.steady_server_cores:.1f}%"),
         ("heartbeats: messages a second", f"{report.steady_messages_per_second:,.0f}"),
-        ("heartbeats: bytes a second", f"{report.steady_bytes_per_second:,.0f}"),
+        ("heartbeats: bytes per second", f"{report.steady_bytes_per_second:,.0f}"),
         ("a node's connection closes: all others know", f"{report.lost_noticed:.2f} s"),
         ("and have met again", f"{report.lost_recovered:.1f} s"),
         ("messages for each node until then", f"{report.recover_messages_per_agent:.1f}"),

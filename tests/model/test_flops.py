@@ -107,7 +107,7 @@ def test_a_long_sequence_costs_more_than_six_n() -> None:
 
 
 A800_ROWS = [
-    # Seconds per step and MFU in percent as published for z2all-1.1b on A800: 65,536 tokens a step on one device
+    # Seconds per step and MFU in percent as published for z2all-1.1b on A800: 65,536 tokens per step on one device
     # (16 micro-batches of 2 x 2048), then 1,048,576 on four.
     (1, 9.85, 18.41), (1, 3.23, 56.06), (1, 8.69, 20.87), (1, 3.51, 51.70), (1, 3.37, 53.70), (1, 3.78, 47.94),
     (1, 3.60, 50.39), (1, 9.72, 18.66), (1, 3.49, 51.95), (1, 3.85, 47.09), (1, 8.75, 20.72), (1, 3.68, 49.18),

@@ -54,7 +54,7 @@ def test_bytes_to_load_and_to_train_70b() -> None:
 
 
 def test_groups_of_operations_differ_in_intensity() -> None:
-    """Matrix products are limited by computation; norms have more FLOPs a byte than element-wise operations."""
+    """Matrix products are limited by computation; norms have more FLOPs per byte than element-wise operations."""
     parts = {part["name"].partition(":")[0]: part for part in plan("7b", "--gpus", "8")["plan"]["step"]["parts"]}
     products, norms, elements = (parts[name] for name in ("feed-forward", "norms", "element-wise"))
     assert products["intensity"] > 100 * norms["intensity"]
@@ -103,6 +103,6 @@ def test_a_head_has_to_be_large_enough_with_flash_attention() -> None:
 
 
 def test_a_thousand_gpus_pay_from_8192_gpu_days_on() -> None:
-    """7B on 20 tokens a parameter takes far less than 8,192 GPU-days."""
+    """7B on 20 tokens per parameter takes far less than 8,192 GPU-days."""
     small = plan("7b", "--gpus", "1024", "--search")["tips"]
     assert any("a thousand GPUs pay from 8,192 on" in tip["why"] for tip in small)

@@ -176,7 +176,7 @@ def test_tinyllama_has_24000_tokens_a_second_on_an_a100() -> None:
 
 
 def test_torchtitans_8b_is_slower_on_128_h100_than_on_8() -> None:
-    """6,667 and 6,514 tokens a second for each GPU: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with
+    """6,667 and 6,514 tokens per second for each GPU: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with
     torch.compile. Those H100 have 2.4 TB/s and 500 W. torchtitan's selective checkpointing recomputes every second
     product: between zero2all's selective, which keeps all, and full, which keeps none."""
     gpu, rates = replace(GPUS["H100"], memory_bandwidth=2400e9), {"selective": [], "full": []}

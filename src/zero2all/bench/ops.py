@@ -212,7 +212,7 @@ def ops_markdown(report: OpsReport) -> str:
     seconds = "CPU seconds of one thread" if report.clock == "CPU" else "seconds"
     lines = [
         f"{shape.preset or 'custom shape'}: hidden {shape.hidden_size}, {shape.num_hidden_layers} layers, "
-        f"vocabulary {shape.vocab_size}, {report.batch_tokens} tokens a step in sequences of {report.seq_len}, "
+        f"vocabulary {shape.vocab_size}, {report.batch_tokens} tokens per step in sequences of {report.seq_len}, "
         f"{report.dtype}, on {report.device}, torch {report.torch}.",
         f"MFU is against {report.peak.flops / 1e12:,.3g} TFLOP/s ({report.peak.source}), in brackets by PaLM's count; "
         f"{seconds}, fastest of {report.rounds} turns, each the median of {report.steps} steps.",

@@ -1,4 +1,4 @@
-"""AdamW whose weights, gradients and moments are in bf16: 8 bytes a parameter, with Kahan summation 10, not 16.
+"""AdamW whose weights, gradients and moments are in bf16: 8 bytes per parameter, with Kahan summation 10, not 16.
 
 An update is computed in fp32 and is mostly smaller than the last bit of a weight in bf16, so rounding to nearest would
 drop it. ``stochastic`` rounds up or down at random, with the right mean. ``kahan`` keeps the rounding error of each

@@ -51,7 +51,7 @@ def pipeline_svg(timeline: Timeline, bubble: float) -> str:
 
 
 def roofline_svg(plan: CostPlan) -> str:
-    """TFLOP/s over FLOPs a byte, both logarithmic; a part is where its work and its time put it."""
+    """TFLOP/s over FLOPs per byte, both logarithmic; a part is where its work and its time put it."""
     gpu, ridge = plan.cluster.gpu, ridge_intensity(plan)
     parts = [part for part in plan.step.parts if part.flops]
     end = max(1e4, *(part.intensity for part in parts))
@@ -60,6 +60,6 @@ def roofline_svg(plan: CostPlan) -> str:
     curves = [Curve(gpu.name, [(x, rate / 1e12) for x, rate in corners], colour=ROOF)]
     for number, part in enumerate(parts):
         point = (part.intensity, part.flops / part.seconds / 1e12)
-        curves.append(Curve(f"{part.name}: {part.intensity:,.0f} FLOPs a byte", [], [point], colour=number))
-    title = f"Roofline of {gpu.name}: it bends at {ridge:.0f} FLOPs a byte"
+        curves.append(Curve(f"{part.name}: {part.intensity:,.0f} FLOPs per byte", [], [point], colour=number))
+    title = f"Roofline of {gpu.name}: it bends at {ridge:.0f} FLOPs per byte"
     return line_svg(Plot(title, "FLOPs for each byte of memory traffic", "TFLOP/s", curves, log_x=True, log_y=True))

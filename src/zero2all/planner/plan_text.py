@@ -38,7 +38,7 @@ def plan_text(plan: CostPlan, timeline: Timeline | None, changes: Sequence[str] 
         f"step: {step.expected:.3g} s expected; {step.shortest:.3g} s if all communication were hidden, "
         f"{step.longest:.3g} s if none",
         *([f"  of that {step.sampling:.3g} s for sampling answers"] if step.sampling else []),
-        f"speed: {show_rate(speed.tokens_per_second)}, {speed.tflops:.0f} TFLOP/s a GPU, MFU {speed.mfu:.1%} "
+        f"speed: {show_rate(speed.tokens_per_second)}, {speed.tflops:.0f} TFLOP/s per GPU, MFU {speed.mfu:.1%} "
         f"({speed.mfu_by_format:.1%} against the peak of each product's format), "
         f"HFU {speed.hfu:.1%}; by 6N + 12LHQT {speed.palm_tflops:.0f} TFLOP/s, MFU {speed.palm_mfu:.1%}; "
         f"by BLOOM's formula {speed.bloom_tflops:.0f} TFLOP/s",
@@ -114,13 +114,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _compute_lines(parts: Sequence[ComputePart], plan: CostPlan) -> list[str]:
     ridge = ridge_intensity(plan)
     lines = [
-        f"computation of a rank in a step: {plan.step.compute:.3g} s (the roofline bends at {ridge:.0f} FLOPs a byte)"
+        f"computation of a rank in a step: {plan.step.compute:.3g} s (the roofline bends at {ridge:.0f} FLOPs per byte)"
     ]
     for part in parts:
         share = part.seconds / plan.step.compute
         intensity = f"{part.intensity:,.{int(part.intensity < 10)}f}" if part.flops else "-"
         time = f"{part.seconds:>8.3g}s {bar_text(share, BAR)}"
-        lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs a byte, {part.bound}-bound")
+        lines.append(f"  {part.name:<40}{time} {intensity:>6} FLOPs per byte, {part.bound}-bound")
     return lines
 
 
@@ -174,7 +174,7 @@ def _cost_lines(plan: CostPlan) -> list[str]:
             for one in run.rates
         ),
         f"inference: {weights}; KV cache {show_bytes(served.kv_cache)} for {served.batch} x {served.length:,} tokens; "
-        f"{show_count(served.flops_per_token)} FLOPs a token; {served.gpus} GPU(s), at most "
+        f"{show_count(served.flops_per_token)} FLOPs per token; {served.gpus} GPU(s), at most "
         f"{served.tokens_per_second:,.0f} tok/s for one sequence",
     ]
 

@@ -273,7 +273,7 @@ def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: Plan
         "dp_shard: its collectives take longer than the computation; raise train.micro_batch_tokens": (
             gathered > step.compute
         ),
-        f"GPUs: 20 tokens a parameter are {days:,.0f} GPU-days at 40% MFU: a thousand GPUs pay from 8,192 on": (
+        f"GPUs: 20 tokens per parameter are {days:,.0f} GPU-days at 40% MFU: a thousand GPUs pay from 8,192 on": (
             days < 8192 <= 8 * cluster.gpus
         ),
     }

@@ -132,7 +132,7 @@ def _recommend(rows: list[SyncMethod]) -> str:
     if not chosen.overrides:
         return FAST_ENOUGH
     gain = chosen.tokens_per_second / rows[0].tokens_per_second
-    return f"{chosen.name}: {gain:.1f} times the tokens a second of all-reduce, with {' '.join(chosen.overrides)}"
+    return f"{chosen.name}: {gain:.1f} times the tokens per second of all-reduce, with {' '.join(chosen.overrides)}"
 
 
 def sync_lines(plan: SyncPlan) -> list[str]:
