@@ -199,9 +199,9 @@ class Checkpointing(Component):
         if self._flash_due_at is None and plan.is_due(options.flash_every, done):
             self._flash_due_at = done
         is_durable = wait or plan.is_due(options.every, done)
-        # To wait for an exchange in flight would undo its overlap, so a state in memory waits until it is merged.
-        has_flight = islands is not None and islands.has_flight
-        if not is_durable and (self._flash_due_at is None or has_flight):
+        # To wait for an outstanding exchange would undo its overlap, so a state in memory waits until it is merged.
+        is_exchanging = islands is not None and islands.has_outstanding_exchange
+        if not is_durable and (self._flash_due_at is None or is_exchanging):
             return None
         self._flash_due_at = None
         stall = self.job.checkpoints.save(done, self._state(done), durable=is_durable)
@@ -224,7 +224,7 @@ class Checkpointing(Component):
         )
 
     def needs_exchange(self, done: int) -> bool:
-        """Whether a checkpoint follows that must not wait until the exchange in flight is merged; a state in memory
+        """Whether a checkpoint follows that must not wait until the outstanding exchange is merged; a state in memory
         that has waited for one exchange does not wait for the next."""
         due_at, overlap = self._flash_due_at, self.job.recipe.parallel.sync.overlap
         return self.job.plan.is_due(self.job.recipe.checkpoint.every, done) or (

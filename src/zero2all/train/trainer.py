@@ -211,7 +211,7 @@ class Trainer:
             return False
         with self.timer.part("communication"):
             moved_to = islands.after_update(
-                done, settle=result.stop_requested or self.checkpointing.needs_exchange(done)
+                done, complete=result.stop_requested or self.checkpointing.needs_exchange(done)
             )
         if moved_to is None:
             return False

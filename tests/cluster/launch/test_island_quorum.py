@@ -101,9 +101,9 @@ def test_islands_begin_with_the_newest_state_that_one_of_them_has() -> None:
     for island, exchange in zip(islands, (4, 8, 8), strict=True):
         rendezvous.quorum.start(island, StartIsland(exchange, f"d{island.number == 0}"), rendezvous.now)
     rendezvous.advance()
-    behind, provider, same = map(rendezvous.answer, islands)
-    assert behind == StartAnswer(8, provider=1, addresses=[("10.0.0.1", 1001)], present=[0, 1, 2])
-    assert provider == StartAnswer(8, takers=[0], present=[0, 1, 2])
+    behind, source, same = map(rendezvous.answer, islands)
+    assert behind == StartAnswer(8, source=1, addresses=[("10.0.0.1", 1001)], present=[0, 1, 2])
+    assert source == StartAnswer(8, recipients=[0], present=[0, 1, 2])
     assert same == StartAnswer(8, present=[0, 1, 2])
 
 
@@ -113,10 +113,10 @@ def test_states_that_differ_after_the_same_exchange_are_replaced_by_one() -> Non
     for island in islands:
         rendezvous.quorum.start(island, StartIsland(8, f"digest {island.number}"), rendezvous.now)
     rendezvous.advance()
-    assert rendezvous.answer(islands[0]) == StartAnswer(8, takers=[1], present=[0, 1])
+    assert rendezvous.answer(islands[0]) == StartAnswer(8, recipients=[1], present=[0, 1])
     answer = rendezvous.answer(islands[1])
     assert isinstance(answer, StartAnswer)
-    assert answer.provider == 0
+    assert answer.source == 0
 
 
 def test_nobody_uses_an_exchange_before_all_members_have_all_parts() -> None:
@@ -225,7 +225,7 @@ def test_who_comes_back_takes_the_state_after_the_next_exchange_and_is_waited_fo
     rendezvous.quorum.start(back, StartIsland(-1, "d"), rendezvous.now)
     rendezvous.pass_time(2 * PATIENCE)
     assert back.answer is None
-    assert rendezvous.complete([one], 8) == [OutcomeAnswer(True, takers=[1])]
+    assert rendezvous.complete([one], 8) == [OutcomeAnswer(True, recipients=[1])]
     assert rendezvous.answer(back) == StartAnswer(8, 0, [("10.0.0.1", 1000)], present=[0, 1])
     rendezvous.ready(one, 12)
     rendezvous.pass_time(100)

@@ -134,7 +134,7 @@ def never_stopped(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-@pytest.mark.parametrize("when", [3, 5, 8])  # with an exchange in flight, with none, as one is merged
+@pytest.mark.parametrize("when", [3, 5, 8])  # with an outstanding exchange, with none, as one is merged
 def test_islands_that_all_stop_and_resume_are_bitwise_those_that_never_did(
     when: int, workspace: Path, tmp_path: Path, islands: ThreadIslands, never_stopped: Path
 ) -> None:
@@ -154,7 +154,7 @@ def test_islands_that_all_stop_and_resume_are_bitwise_those_that_never_did(
         assert other.checkpoints.read_state(12).islands == one.checkpoints.read_state(12).islands
 
 
-def test_fragments_may_change_while_an_exchange_is_in_flight(
+def test_fragments_may_change_while_an_exchange_is_outstanding(
     workspace: Path, tmp_path: Path, islands: ThreadIslands
 ) -> None:
     recipe = recipe_of(workspace, tmp_path, *RESUMED)
@@ -266,7 +266,7 @@ def test_an_island_that_waits_for_another_can_be_stopped(
 def test_a_state_in_memory_does_not_undo_the_overlap_of_an_exchange(
     fragments: int, settled_at: list[int], workspace: Path, tmp_path: Path, islands: ThreadIslands
 ) -> None:
-    """With two fragments an exchange is always in flight, so a state waits for one of them and not without end: the
+    """With two fragments an exchange is always outstanding, so a state waits for one of them and not without end: the
     exchange that begins where it is saved is waited for, and settled before its merge (6, not 8)."""
     sync = ["parallel.sync.every=4", "parallel.sync.overlap=2", f"parallel.sync.fragments={fragments}"]
     checkpoint = ["checkpoint.flash_every=4steps", "checkpoint.every=100steps"]

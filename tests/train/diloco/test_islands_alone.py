@@ -66,10 +66,10 @@ def island(link: OwnLink, **options: object) -> tuple[TinyModel, Islands]:
     return model, Islands(OuterOptimizer(model, 3, recipe), link, TOTAL)
 
 
-def trained(model: TinyModel, islands: Islands, steps: range, settle_at: int = 0) -> None:
+def trained(model: TinyModel, islands: Islands, steps: range, complete_at: int = 0) -> None:
     for step in steps:
         train_a_little(model, step, size=0.01)
-        islands.after_update(step + 1, settle=step + 1 == settle_at)
+        islands.after_update(step + 1, complete=step + 1 == complete_at)
 
 
 def copies(islands: Islands) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def test_an_exchange_that_is_given_up_leaves_no_trace(overlap: int) -> None:
     trained(model, islands, range(11))  # both fragments were exchanged and merged, at steps 4 and 8
     before = copies(islands)
     assert any(tensor.any() for name, tensor in before.items() if name.startswith("residual"))
-    trained(model, islands, range(11, 12), settle_at=12)
+    trained(model, islands, range(11, 12), complete_at=12)
     assert islands.state() == IslandsState(8 * FRAGMENT_NUMBERS, None)
     assert same(copies(islands), before)
 
@@ -130,7 +130,7 @@ def test_an_exchange_that_is_given_up_leaves_no_trace(overlap: int) -> None:
 def test_an_exchange_in_flight_is_merged_before_the_next_begins_whatever_the_recipe_is_now() -> None:
     link = OwnLink()
     model, islands = island(link, every=12)
-    trained(model, islands, range(6), settle_at=6)  # fragment 1, to be merged at step 8
+    trained(model, islands, range(6), complete_at=6)  # fragment 1, to be merged at step 8
     state, tensors = islands.state(), copies(islands)
     assert state == IslandsState(6 * FRAGMENT_NUMBERS + 1, 8)
     other_model, resumed = island(link, every=7, fragments=1)  # due at step 7
@@ -176,7 +176,7 @@ def test_an_island_that_joins_takes_over_weights_and_momentum_and_forgets_its_ow
     """It would hide that it did not: the next exchanges bring it to the others' weights, with a jump for all."""
     link = OwnLink()
     model, islands = island(link)
-    trained(model, islands, range(9), settle_at=9)  # with residuals, and an exchange in flight
+    trained(model, islands, range(9), complete_at=9)  # with residuals, and an outstanding exchange
     link.start_answer, link.step_of_provider = StartAnswer(7, 1, [("127.0.0.1", 1)], present=[0, 1]), 12
     assert islands.start(9) == 12
     assert islands.state() == IslandsState(7, None)

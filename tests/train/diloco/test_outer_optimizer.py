@@ -88,7 +88,7 @@ def test_what_rounding_leaves_out_is_sent_later() -> None:
         before = flat(model).clone()
         train_a_little(model, number, size=0.01)
         expected += flat(model) - before
-        outer.update(0, [outer.encode(0, outer.begin(0))])
+        outer.update(0, [outer.encode(0, outer.start_exchange(0))])
         outer.merge(0)
         assert fragment.residual.abs().max() <= 0.05 / 127  # half a step of the largest change
         assert torch.allclose(flat(model) - fragment.residual, expected, atol=1e-5)
@@ -101,7 +101,7 @@ def test_without_momentum_and_with_lr_1_it_is_the_average_of_the_weights() -> No
         for number, model in enumerate(models):
             train_a_little(model, 10 * step + number)
         mean = torch.stack([flat(model) for model in models]).mean(dim=0)
-        parts = [outer.encode(0, outer.begin(0)) for outer in outers]
+        parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
         for outer in outers:
             outer.update(0, parts)
             outer.merge(0)
@@ -120,7 +120,7 @@ def test_the_outer_step_is_nesterov_sgd_of_torch() -> None:
             train_a_little(model, 10 * step + number)
         expected.grad = expected.detach() - torch.stack([flat(model) for model in models]).mean(dim=0)
         optimizer.step()
-        parts = [outer.encode(0, outer.begin(0)) for outer in outers]
+        parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
         for outer in outers:
             outer.update(0, parts)
             outer.merge(0)
@@ -133,7 +133,7 @@ def test_progress_during_an_exchange_is_kept() -> None:
     for number, model in enumerate(models):
         train_a_little(model, number)
     at_begin = [flat(model).clone() for model in models]
-    parts = [outer.encode(0, outer.begin(0)) for outer in outers]
+    parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
     for number, model in enumerate(models):
         train_a_little(model, 20 + number)
     meanwhile = [flat(model) - begin for model, begin in zip(models, at_begin, strict=True)]
@@ -176,8 +176,8 @@ def test_replicas_that_each_exchange_a_part_do_what_one_that_exchanges_all_does(
     for step in range(3):
         for number, model in enumerate(models):
             train_a_little(model, 10 * step + min(number, 1))  # the second island, once whole and once as replicas
-        one, other = (outer.encode(0, outer.begin(0)) for outer in whole)
-        parts = [outer.encode(0, outer.begin(0)) for outer in replicas]
+        one, other = (outer.encode(0, outer.start_exchange(0)) for outer in whole)
+        parts = [outer.encode(0, outer.start_exchange(0)) for outer in replicas]
         assert sum(map(len, parts)) == len(other)
         theirs = [encode_part(one, len(sums[0]), outer.share) for outer in replicas]
         threads = [
@@ -205,4 +205,4 @@ def test_weights_in_bf16_do_not_take_their_rounding_for_progress() -> None:
     fragment = outer.fragments[0]
     fragment.outer += 1e-4  # less than bf16 can hold
     outer.merge(0)
-    assert not decode(outer.encode(0, outer.begin(0)), fragment.size, "fp32").any()
+    assert not decode(outer.encode(0, outer.start_exchange(0)), fragment.size, "fp32").any()

@@ -1,7 +1,8 @@
-"""Islands: jobs that each train a part of every batch, and exchange what their weights have gained now and then.
+"""Islands: jobs that each train a part of every batch with their own inner optimizer, and exchange pseudo-gradients
+every few steps for an outer step (DiLoCo).
 
-``after_update`` is called after every step. An exchange begins where one is due, runs in a thread, and is merged into
-the weights exactly ``overlap`` steps later, so that the result does not depend on the speed of the network.
+``after_update`` is called after every inner step. An exchange starts where one is due, runs in a thread, and is merged
+into the weights exactly ``overlap`` steps later, so that the result does not depend on the speed of the network.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ class EventRecorder(Protocol):
 
 
 @dataclass
-class Flight:
-    """An exchange that was begun, and is not merged yet."""
+class OutstandingExchange:
+    """An exchange that has started and is not merged yet."""
 
     exchange: int
     fragments: Sequence[int]
     merge_at: int
     """After how many steps."""
     result: Future[CompletedExchange | Missed] | None
-    """None once the outer optimizer has made its step."""
-    has_takers: bool = False
+    """None after the outer step."""
+    has_recipients: bool = False
 
 
 class Islands:
@@ -81,20 +82,20 @@ class Islands:
         self._replica_counts = replica_counts or {}
         self.exchange = -1
         """The last one that is complete; see ``IslandsState``."""
-        self._flight: Flight | None = None
+        self._outstanding: OutstandingExchange | None = None
         self._metrics: dict[str, float] = {}
         self._present: list[int] = []
 
     # State
 
     def state(self) -> IslandsState:
-        """For a checkpoint; the exchange in flight must be settled (``after_update``)."""
-        flight = self._flight
-        return IslandsState(self.exchange, None if flight is None else flight.merge_at)
+        """For a checkpoint; the outstanding exchange must be complete (``after_update``)."""
+        outstanding = self._outstanding
+        return IslandsState(self.exchange, None if outstanding is None else outstanding.merge_at)
 
     def restore(self, state: IslandsState | None) -> None:
         """After the tensors of a checkpoint were loaded; None if they had none."""
-        self._flight = None
+        self._outstanding = None
         if state is None:
             self.outer.reset()
             self.exchange = -1
@@ -103,50 +104,50 @@ class Islands:
         if state.merge_at is not None:
             if self.recipe.overlap == 0:
                 raise UsageError(
-                    "the newest checkpoint has an exchange in flight: resume with parallel.sync.overlap as it was"
+                    "the newest checkpoint has an outstanding exchange: resume with parallel.sync.overlap as it was"
                 )
-            # All fragments, which may be others now: those that were not in flight have nothing to merge.
-            self._flight = Flight(state.exchange, range(self.recipe.fragments), state.merge_at, None)
+            # All fragments, whose number may have changed: those without an outstanding exchange have nothing to merge.
+            self._outstanding = OutstandingExchange(state.exchange, range(self.recipe.fragments), state.merge_at, None)
 
     def start(self, step: int) -> int:
         """Meet the other islands; the number of steps to continue from."""
         if step < self.total_steps or self._unfinished() is not None:
-            step = self._meet(step)
+            step = self._join(step)
         if step == self.total_steps and (moved_to := self._exchange_last()) is not None:
             return moved_to
         return step
 
     def is_due(self, done: int) -> bool:
         """Whether ``after_update`` has something to do."""
-        merges = self._flight is not None and self._flight.merge_at == done
+        merges = self._outstanding is not None and self._outstanding.merge_at == done
         return merges or fragment_due(done, self.recipe) is not None or done == self.total_steps
 
-    def after_update(self, done: int, *, settle: bool = False) -> int | None:
-        """After every update. The number of steps to continue from, if this island was behind and has taken over the
-        state of another. ``settle``: a checkpoint follows, so the exchange in flight must have a result."""
+    def after_update(self, done: int, *, complete: bool = False) -> int | None:
+        """After every inner step. The number of steps to continue from, if this island was behind and has the state of
+        a different one now. ``complete``: a checkpoint follows, so the outstanding exchange must complete."""
         if done == self.total_steps:
             return self._exchange_last()
         fragment = fragment_due(done, self.recipe)
-        # One of a checkpoint may still be in flight where the next is due: ``every`` or ``fragments`` was changed.
-        if self._flight is not None and (self._flight.merge_at <= done or fragment is not None):
-            moved_to = self._finish_flight(done)
+        # One of a checkpoint may be outstanding where the next is due: ``every`` or ``fragments`` was changed.
+        if self._outstanding is not None and (self._outstanding.merge_at <= done or fragment is not None):
+            moved_to = self._finish_exchange(done)
             if moved_to is not None:
                 return moved_to
         if fragment is not None:
             self._begin(done, fragment, done + self.recipe.overlap)
             if self.recipe.overlap == 0:
-                return self._finish_flight(done)
-        if settle and self._flight is not None and self._settle(self._flight) == "behind":
+                return self._finish_exchange(done)
+        if complete and self._outstanding is not None and self._complete(self._outstanding) == "behind":
             return self._catch_up(done)
         return None
 
     @property
-    def has_flight(self) -> bool:
+    def has_outstanding_exchange(self) -> bool:
         """Whether a checkpoint would have to wait for the result of an exchange."""
-        return self._flight is not None and self._flight.result is not None
+        return self._outstanding is not None and self._outstanding.result is not None
 
     def take_metrics(self) -> dict[str, float]:
-        """The metrics of the exchange that was merged or settled last, once."""
+        """The metrics of the last exchange that completed, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -164,38 +165,42 @@ class Islands:
 
     def _begin(self, done: int, fragment: int, merge_at: int) -> None:
         number, last = done * FRAGMENT_NUMBERS + fragment, self.exchange
-        delta = self.outer.begin(fragment)
+        pseudo_gradient = self.outer.start_exchange(fragment)
         result: Future[CompletedExchange | Missed] = Future()
 
         def exchange() -> None:
             try:
-                result.set_result(self.link.exchange(number, last, self.outer.encode(fragment, delta)))
+                result.set_result(self.link.exchange(number, last, self.outer.encode(fragment, pseudo_gradient)))
             except BaseException as error:  # raised where it is waited for
                 result.set_exception(error)
 
         # It is as important as training, which soon waits for it: at a lower priority, 0.06 s of work took 0.7 s on a
         # core that both share.
         run_in_background(exchange, niceness=0)
-        self._flight = Flight(number, [fragment], merge_at, result)
+        self._outstanding = OutstandingExchange(number, [fragment], merge_at, result)
 
-    def _settle(self, flight: Flight) -> Missed | None:
-        """Wait for the result of an exchange, and make the outer step with it; why not, if not."""
-        if flight.result is None:
+    def _complete(self, outstanding: OutstandingExchange) -> Missed | None:
+        """Wait for the result of an exchange and take the outer step; why not, if there is none."""
+        if outstanding.result is None:
             return None
         begin = time.perf_counter()
-        exchanged = self._wait(flight.result)
+        exchanged = self._wait(outstanding.result)
         waited = time.perf_counter() - begin
         if not isinstance(exchanged, CompletedExchange):
-            self._flight = None
-            for fragment in flight.fragments:
-                self.outer.abandon(fragment)
-            self.on_event("exchange missed", exchange=flight.exchange, reason=exchanged)
+            self._outstanding = None
+            for fragment in outstanding.fragments:
+                self.outer.discard(fragment)
+            self.on_event("exchange missed", exchange=outstanding.exchange, reason=exchanged)
             return exchanged
-        [fragment] = flight.fragments
+        [fragment] = outstanding.fragments
         squares = self.outer.update(fragment, exchanged.parts)
-        flight.result, flight.has_takers, self.exchange = None, exchanged.has_takers, flight.exchange
+        outstanding.result, outstanding.has_recipients, self.exchange = (
+            None,
+            exchanged.has_recipients,
+            outstanding.exchange,
+        )
         self._report_present(exchanged.members)
-        done = flight.exchange // FRAGMENT_NUMBERS
+        done = outstanding.exchange // FRAGMENT_NUMBERS
         self._metrics = {
             "islands/round": (done + exchange_offset(fragment, self.recipe)) // self.recipe.every,
             "islands/present": len(exchanged.members),
@@ -210,30 +215,30 @@ class Islands:
         own = sum(square / self._replica_counts.get(name, 1) for name, square in zip(names, squares, strict=True))
         return math.sqrt(float(self.link.gather(repr(own), lambda parts: repr(sum(map(float, parts))))))
 
-    def _finish_flight(self, done: int, *, exactly: bool = False) -> int | None:
-        """Merge the exchange in flight into the weights."""
-        assert self._flight is not None
-        flight = self._flight
-        match self._settle(flight):
+    def _finish_exchange(self, done: int, *, exactly: bool = False) -> int | None:
+        """Merge the outstanding exchange into the weights."""
+        assert self._outstanding is not None
+        outstanding = self._outstanding
+        match self._complete(outstanding):
             case "behind":
                 return self._catch_up(done)
             case "given up":
                 return None
-        for fragment in flight.fragments:
+        for fragment in outstanding.fragments:
             self.outer.merge(fragment, exactly=exactly)
-        self._flight = None
-        if flight.has_takers:
+        self._outstanding = None
+        if outstanding.has_recipients:
             self.link.publish_state(self.exchange, done, self.outer.shared_tensors)
         return None
 
     def _exchange_last(self) -> int | None:
         """After the last step: exchange all fragments, so that all islands end with the same weights."""
-        if self._flight is not None and (moved_to := self._finish_flight(self.total_steps)) is not None:
+        if self._outstanding is not None and (moved_to := self._finish_exchange(self.total_steps)) is not None:
             return self._exchange_last() if moved_to == self.total_steps else moved_to
         while (fragment := self._unfinished()) is not None:
             self._begin(self.total_steps, fragment, self.total_steps)
             before = self.exchange
-            moved_to = self._finish_flight(self.total_steps, exactly=True)
+            moved_to = self._finish_exchange(self.total_steps, exactly=True)
             if moved_to is not None and moved_to < self.total_steps:
                 return moved_to
             if self.exchange == before and moved_to is None:
@@ -253,33 +258,33 @@ class Islands:
 
     # Meeting the others
 
-    def _meet(self, step: int) -> int:
+    def _join(self, step: int) -> int:
         """Wait until this island may train, with its own state or another island's."""
         while True:
             answer = self.link.start(self.exchange, self._digest())
-            if answer.provider is None:
+            if answer.source is None:
                 break
             found = self.link.fetch_state(answer, self.outer.shared_tensors)
             if found is not None:
                 if not 0 <= found <= self.total_steps:
-                    raise Z2aError(f"island {answer.provider} says that it has trained {found} steps: is it broken?")
+                    raise Z2aError(f"island {answer.source} says that it has trained {found} steps: is it broken?")
                 self.outer.adopt_shared()
-                self.exchange, self._flight = answer.exchange, None
-                self.on_event("caught up", step=found, island=answer.provider, before=step)
-                say(f"this island continues after step {found} with the weights of island {answer.provider}")
+                self.exchange, self._outstanding = answer.exchange, None
+                self.on_event("caught up", step=found, island=answer.source, before=step)
+                say(f"this island continues after step {found} with the weights of island {answer.source}")
                 step = found
                 break
         self._report_present(answer.present)
-        if answer.takers:
-            if self._flight is not None:
-                self._flight.has_takers = True  # they take it when it is merged
+        if answer.recipients:
+            if self._outstanding is not None:
+                self._outstanding.has_recipients = True  # they take it when it is merged
             else:
                 self.link.publish_state(self.exchange, step, self.outer.shared_tensors)
         return step
 
     def _catch_up(self, done: int) -> int:
         say("this island is behind the others, and waits to take over their state after their next exchange")
-        return self._meet(done)
+        return self._join(done)
 
     def _digest(self) -> str:
         """A hash of what must be the same on all islands."""

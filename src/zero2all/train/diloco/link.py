@@ -65,7 +65,7 @@ class CompletedExchange:
     members: list[int]
     bytes: int
     """Bytes that this rank has sent and received."""
-    has_takers: bool
+    has_recipients: bool
     """Whether another island takes the state of this one after this exchange."""
 
 
@@ -196,7 +196,7 @@ class NetworkLink:
             return None
         sent, received = len(part) * (len(parts) - 1), sum(map(len, parts.values())) - len(part)
         ordered = [parts[island] for island in sorted(parts)]
-        return CompletedExchange(ordered, sorted(parts), sent + received, bool(outcome.takers))
+        return CompletedExchange(ordered, sorted(parts), sent + received, bool(outcome.recipients))
 
     def _fetch_parts(self, quorum: QuorumAnswer, number: int, own: Tensor) -> tuple[dict[int, Tensor], list[int]]:
         parts, failed = {self.place.island: own}, []
@@ -238,7 +238,7 @@ class NetworkLink:
                 request = PartRequest("state", answer.exchange)
                 found = fetch_part(address, self._secret, request, size, self._on_wait)
             except (OSError, TamperedError, Z2aError, IndexError) as error:
-                say(f"the state of island {answer.provider} is out of reach: {error}")
+                say(f"the state of island {answer.source} is out of reach: {error}")
                 return None
             if found is not None:
                 return found

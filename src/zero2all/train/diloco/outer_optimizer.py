@@ -1,16 +1,16 @@
 """The outer optimizer of DiLoCo (https://arxiv.org/abs/2311.08105, streaming: https://arxiv.org/abs/2501.18512).
 
-An island trains its weights w with its own optimizer. The outer weights W are the same on all islands. A fragment is
-exchanged like this::
+An island trains its weights w with its own, inner optimizer. The outer weights W are the same on all islands. A
+fragment is exchanged like this::
 
-    delta = W - w + residual            sent as q = round(delta); residual = delta - q
-    g     = mean of q over the islands present
-    m     = momentum * m + g            Nesterov
-    W'    = W - lr * (g + momentum * m)
+    d  = W - w + residual               the pseudo-gradient, sent as q = round(d); residual = d - q
+    g  = mean of q over the islands present
+    m  = momentum * m + g               Nesterov
+    W' = W - lr * (g + momentum * m)    the outer step
 
-Then w = W'; or, if steps were trained while the exchange was under way, w = w + (W' - w at its beginning), which keeps
-what the island has learned meanwhile. Products and sums are separate operations in a fixed order: a fused one rounds
-differently, and machines that differ must still compute the same W.
+Then w = W'; or, with inner steps during the exchange, w = w + (W' - w at its start), which keeps their progress.
+Products and sums are separate operations in a fixed order: a fused one rounds differently, and machines that differ
+must still compute the same W.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class OuterOptimizer:
     """Outer weights and momentum of what this rank holds, in main memory; one flat tensor for each fragment.
 
     >>> outer = OuterOptimizer(model, 12, recipe.parallel.sync)
-    >>> own = outer.encode(0, outer.begin(0))
+    >>> own = outer.encode(0, outer.start_exchange(0))
     >>> norm = outer.update(0, [own, *received])
     >>> outer.merge(0)
     """
@@ -131,28 +131,30 @@ class OuterOptimizer:
         for fragment in self.fragments:
             fragment.outer.copy_(fragment.read_weights())
             fragment.momentum.zero_()
-            fragment.forget()
+            fragment.reset_local_state()
 
     @torch.no_grad()
-    def begin(self, number: int) -> Tensor:
-        """What this island has gained since the last exchange."""
+    def start_exchange(self, number: int) -> Tensor:
+        """The pseudo-gradient of this island since the last exchange."""
         fragment = self.fragments[number]
         weights = fragment.read_weights()
-        delta = fragment.rounded_outer().sub_(weights)
+        pseudo_gradient = fragment.rounded_outer().sub_(weights)
         if fragment.pending is not None:
             fragment.pending.copy_(weights)
-        return delta
+        return pseudo_gradient
 
     @torch.no_grad()
-    def encode(self, number: int, delta: Tensor) -> Tensor:
-        """What this island sends of it, in bytes. May be called in a thread, while the next steps are trained."""
+    def encode(self, number: int, pseudo_gradient: Tensor) -> Tensor:
+        """What this rank sends of the pseudo-gradient, in bytes. May run in a thread, next to inner steps."""
         fragment, dtype = self.fragments[number], self.recipe.exchange_dtype
         if fragment.residual is None:
-            return encode(delta[self.share.part(fragment.size)], dtype)
-        delta += fragment.residual
-        everything = encode(delta, dtype)
-        fragment.next_residual = delta - decode(everything, fragment.size, dtype)
-        return everything if self.share.replicas == 1 else encode(delta[self.share.part(fragment.size)], dtype)
+            return encode(pseudo_gradient[self.share.part(fragment.size)], dtype)
+        pseudo_gradient += fragment.residual
+        everything = encode(pseudo_gradient, dtype)
+        fragment.next_residual = pseudo_gradient - decode(everything, fragment.size, dtype)
+        return (
+            everything if self.share.replicas == 1 else encode(pseudo_gradient[self.share.part(fragment.size)], dtype)
+        )
 
     @torch.no_grad()
     def update(self, number: int, parts: Sequence[Tensor]) -> list[float]:
@@ -175,8 +177,8 @@ class OuterOptimizer:
         return [float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2 for view in views]
 
     @torch.no_grad()
-    def abandon(self, number: int) -> None:
-        """An exchange that was begun has no result: as if it had not been begun."""
+    def discard(self, number: int) -> None:
+        """An exchange that started has no result: as if it had not started."""
         fragment = self.fragments[number]
         fragment.next_residual = None
         if fragment.pending is not None:
@@ -202,7 +204,7 @@ class OuterOptimizer:
         """After ``shared_tensors`` were filled: continue from them."""
         for number, fragment in enumerate(self.fragments):
             self.merge(number, exactly=True)
-            fragment.forget()
+            fragment.reset_local_state()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, under names and with shards that do not depend on the parallel layout."""
@@ -226,10 +228,10 @@ class Fragment:
         self.pending = torch.zeros(self.size) if has_overlap else None
         """The weights at the beginning of an exchange; after it, what is added to them when it is merged; else 0."""
         self.next_residual: Tensor | None = None
-        """Once the exchange in flight has a result."""
+        """Until the outstanding exchange completes."""
 
-    def forget(self) -> None:
-        """What only this island knows."""
+    def reset_local_state(self) -> None:
+        """Clear what only this island has."""
         self.next_residual = None
         for own in (self.residual, self.pending):
             if own is not None:

@@ -63,11 +63,11 @@ class LeaveIslands(RendezvousRequest):
 class StartAnswer:
     exchange: int
     """The last one of the state to begin with."""
-    provider: int | None = None
+    source: int | None = None
     """The island that has this state, if it is not the one that was loaded."""
     addresses: Addresses = field(default_factory=list)
     """The addresses of its ranks."""
-    takers: list[int] = field(default_factory=list)
+    recipients: list[int] = field(default_factory=list)
     """The islands that take the state of this one."""
     present: list[int] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class QuorumAnswer:
 class OutcomeAnswer:
     is_complete: bool
     """Every member has all parts. Otherwise the exchange is attempted again."""
-    takers: list[int] = field(default_factory=list)
+    recipients: list[int] = field(default_factory=list)
     """Islands that take the state of this one after this exchange."""
 
 

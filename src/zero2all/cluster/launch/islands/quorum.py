@@ -73,7 +73,7 @@ class IslandQuorum:
     >>> quorum.start(island, StartIsland(exchange=-1, digest="d"), now=0.0)
     >>> quorum.advance(now=61.0)
     >>> island.answer
-    StartAnswer(exchange=-1, provider=None, addresses=[], takers=[], present=[0])
+    StartAnswer(exchange=-1, source=None, addresses=[], recipients=[], present=[0])
     """
 
     islands: int
@@ -163,21 +163,21 @@ class IslandQuorum:
                     UsageError("the other islands have trained all steps: take the model from one of their runs")
                 )
             return
-        provider = next(island for island in starting if island.start and island.start.exchange == newest)
-        self._begin(starting, provider, newest)
+        source = next(island for island in starting if island.start and island.start.exchange == newest)
+        self._begin(starting, source, newest)
 
-    def _begin(self, starting: list[Island], provider: Island, exchange: int) -> None:
-        state = provider.start
+    def _begin(self, starting: list[Island], source: Island, exchange: int) -> None:
+        state = source.start
         same = [island for island in starting if island.start == state]
-        takers = [island.number for island in starting if island not in same]
+        recipients = [island.number for island in starting if island not in same]
         present = [island.number for island in starting]
         for island in starting:
             island.role = "training"
             if island in same:
-                own = takers if island is provider else []
-                island.answer_with(StartAnswer(exchange, takers=own, present=present))
+                own = recipients if island is source else []
+                island.answer_with(StartAnswer(exchange, recipients=own, present=present))
             else:
-                island.answer_with(StartAnswer(exchange, provider.number, provider.addresses, present=present))
+                island.answer_with(StartAnswer(exchange, source.number, source.addresses, present=present))
         self.last, self.is_done, self._attempt = exchange, False, None
 
     def _decide_members(self, now: float) -> None:
@@ -224,14 +224,14 @@ class IslandQuorum:
             self._answer_failed(members)
             return
         self.last, self._blame = attempt.exchange, Counter()
-        provider, starting = members[0], self._starting()
+        source, starting = members[0], self._starting()
         present = sorted(island.number for island in [*members, *starting])
         for island in starting:
             island.role = "training"
-            island.answer_with(StartAnswer(attempt.exchange, provider.number, provider.addresses, present=present))
-        takers = [island.number for island in starting]
+            island.answer_with(StartAnswer(attempt.exchange, source.number, source.addresses, present=present))
+        recipients = [island.number for island in starting]
         for island in members:
-            island.answer_with(OutcomeAnswer(True, takers if island is provider else []))
+            island.answer_with(OutcomeAnswer(True, recipients if island is source else []))
 
     def _answer_failed(self, members: list[Island]) -> None:
         present = {island.number for island in members}
