@@ -94,7 +94,7 @@ def atomic_dir(target: Path, kind: str) -> Iterator[Path]:
         yield target
         return
     target = target.absolute()
-    refuse_strangers(target, kind)
+    require_replaceable(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
     with _unique_suffix() as mark, _name_disk_full(target):
@@ -172,7 +172,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def refuse_strangers(target: Path, kind: str) -> None:
+def require_replaceable(target: Path, kind: str) -> None:
     """Raise if ``target`` contains anything that ``atomic_dir`` did not create, since it would be replaced."""
     if manifest_kind(target) == kind:
         return
@@ -186,7 +186,7 @@ def refuse_strangers(target: Path, kind: str) -> None:
 
 def _clear_remote(target: RemotePath, kind: str) -> None:
     """Remove the old objects. An object store cannot rename, so output is complete once its final manifest is there."""
-    refuse_strangers(target, kind)
+    require_replaceable(target, kind)
     write_json(target / MANIFEST, {"kind": kind, "unfinished": True})
     remove_objects([path for path in target.objects() if path != target / MANIFEST])
 

@@ -27,7 +27,7 @@ RETRIES = 8  # of a task whose Ray node is lost
 SHUTDOWN_SECONDS = 10.0  # for running tasks to end when the run is stopped
 
 
-Instead = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+Fallback = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """Replaces the arguments of a task that killed its worker with arguments that do not."""
 
 
@@ -53,27 +53,27 @@ class TaskEngine:
         function: Callable[..., TaskResult],
         tasks: Sequence[tuple[Any, ...]],
         on_done: Callable[[int], None] = lambda number: None,
-        instead: Instead | None = None,
+        fallback: Fallback | None = None,
     ) -> list[TaskResult]:
         """Results in the order of the tasks; ``on_done(number)`` is called as each one ends, in any order.
 
         A local worker that dies is replaced, and its task is tried again. If that kills a worker of its own too, the
-        task that ``instead`` makes of it is run in its place; without ``instead`` that is an error.
+        task that ``fallback`` makes of it is run in its place; without ``fallback`` that is an error.
         """
         results: dict[int, TaskResult] = {}
-        for number, result in self._run_unordered(function, tasks, instead):
+        for number, result in self._run_unordered(function, tasks, fallback):
             results[number] = result
             on_done(number)
         return [results[number] for number in range(len(tasks))]
 
     def _run_unordered(
-        self, function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], instead: Instead | None
+        self, function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], fallback: Fallback | None
     ) -> Iterator[tuple[int, TaskResult]]:
         if self.kind == "ray":
             return _on_ray(function, tasks, self.ray_address)
         if self.in_process or len(tasks) <= 1 or not _start_pool(self.workers):
             return ((number, function(*task)) for number, task in enumerate(tasks))
-        return _in_processes(function, tasks, self.workers, instead)
+        return _in_processes(function, tasks, self.workers, fallback)
 
 
 def available_cores() -> int:
@@ -110,7 +110,7 @@ def _say_no_workers(reason: str) -> None:
 
 
 def _in_processes(
-    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int, instead: Instead | None
+    function: Callable[..., TaskResult], tasks: Sequence[tuple[Any, ...]], workers: int, fallback: Fallback | None
 ) -> Iterator[tuple[int, TaskResult]]:
     left, losses = dict(enumerate(tasks)), 0
     while left:
@@ -121,7 +121,7 @@ def _in_processes(
             say("a worker process was killed, perhaps because memory ran out; what it was doing is tried again")
             if losses > 1:  # by a task that was running or about to
                 for number in list(left)[: 2 * workers + 1]:
-                    yield number, _run_alone(function, left.pop(number), instead)
+                    yield number, _run_alone(function, left.pop(number), fallback)
 
 
 def _in_pool(
@@ -145,15 +145,15 @@ def _in_pool(
         raise
 
 
-def _run_alone(function: Callable[..., TaskResult], task: tuple[Any, ...], instead: Instead | None) -> TaskResult:
+def _run_alone(function: Callable[..., TaskResult], task: tuple[Any, ...], fallback: Fallback | None) -> TaskResult:
     """Run a task in a process that nothing else can end."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_worker) as pool:
         try:
             return pool.submit(function, *task).result()
         except BrokenProcessPool as error:
-            if instead is not None:
-                return function(*instead(task))
+            if fallback is not None:
+                return function(*fallback(task))
             raise Z2aError(
                 "a worker process was killed again and again, perhaps because memory ran out: finished parts are kept, "
                 "so run the same command again, with fewer --workers if it repeats"

@@ -16,7 +16,7 @@ from typing import Any
 from zero2all.base.console import progress, warn
 from zero2all.base.directory_lock import lock_output
 from zero2all.base.errors import UsageError, Z2aError
-from zero2all.base.io import MANIFEST, atomic_dir, fingerprint, read_json, refuse_strangers
+from zero2all.base.io import MANIFEST, atomic_dir, fingerprint, read_json, require_replaceable
 from zero2all.base.manifest import all_files, is_current, write_manifest
 from zero2all.base.paths import is_url
 from zero2all.base.records import parse_record
@@ -92,7 +92,7 @@ def _build_corpus(
     if any(is_current(out, KIND, one, verify=verify) for one in (key, key_with_missing)):
         return parse_record(BuiltCorpus, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
-    refuse_strangers(out, KIND)  # like the filters: before hours of reading
+    require_replaceable(out, KIND)  # like the filters: before hours of reading
     work = out.with_name(out.name + ".work")
     if missing:  # parts of the same files have more in them once packages are installed
         tasks = [replace(task, key=fingerprint([task.key, missing])) for task in tasks]

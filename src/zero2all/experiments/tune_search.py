@@ -22,7 +22,9 @@ FINALISTS = 4  # and the recipe as it is
 GRID_SHARE = 3  # fewer than one of this many points is tried, unless the axes have more choices than that
 MOST_POINTS = 40  # that are tried in a large grid, likewise
 BATCH = 3  # predicted points that are tried before the prediction is made again
-PROMISING = 1.2  # times the best: what is predicted or measured to be slower is not tried again; the rest is noise
+CANDIDATE_MARGIN = (
+    1.2  # times the best: what is predicted or measured to be slower is not tried again; the rest is noise
+)
 RIDGE = 0.1  # of the fit: a single trial says a little less than many
 
 
@@ -73,7 +75,7 @@ class _Search:
         logs = np.log([self.scores[point] for point in tried])
         factors = np.linalg.solve(known.T @ known + RIDGE * np.eye(rows.shape[1]), known.T @ logs)
         predicted = unknown @ factors
-        limit = math.log(self.scores[best] * PROMISING)
+        limit = math.log(self.scores[best] * CANDIDATE_MARGIN)
         return [others[index] for index in np.argsort(predicted, kind="stable")[:BATCH] if predicted[index] < limit]
 
     def scan(self, best: Point, line: Sequence[Point]) -> Point:
@@ -113,7 +115,7 @@ def find_fastest(
     while batch := search.promising(best)[: max(0, limit - len(search.scores))]:
         best = search.scan(best, batch)
     ranked = sorted(search.scores, key=search.scores.__getitem__)[:FINALISTS]
-    close = [point for point in ranked if search.scores[point] < PROMISING * search.scores[best]]
+    close = [point for point in ranked if search.scores[point] < CANDIDATE_MARGIN * search.scores[best]]
     own = [starts[-1]] if search.scores.get(starts[-1]) != math.inf else []
     finalists = list(dict.fromkeys([*close, *own]))
     return _final_rounds(search, finalists, rounds)

@@ -79,7 +79,7 @@ def search_layouts(recipe: Recipe, cluster: Cluster, keep: int = 10, task: Progr
         if task is not None:
             task(1)
         for layout in _layouts(parallel, dims, stage, rejected):
-            fitting = _lightest(recipe, workload, layout, cluster, rejected)
+            fitting = _least_recomputation(recipe, workload, layout, cluster, rejected)
             if fitting is not None:
                 found.append((fitting, plan_step(workload, fitting, cluster)))
     best = sorted(found, key=lambda one: one[1].expected)[:keep]
@@ -147,7 +147,7 @@ def _meshes(recipe: Recipe, cluster: Cluster, rejected: Counter[str]) -> Iterato
             yield parallel, ParallelDims(pp, dp // dp_shard, dp_shard, cp, tp, ep)
 
 
-def _lightest(
+def _least_recomputation(
     recipe: Recipe, workload: Workload, layout: Layout, cluster: Cluster, rejected: Counter[str]
 ) -> Layout | None:
     """With the least recomputation and offload at which the layout fits: both only cost time."""

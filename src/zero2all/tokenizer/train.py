@@ -18,7 +18,15 @@ from tokenizers import decoders as hf_decoders
 from zero2all.base.console import progress
 from zero2all.base.directory_lock import lock_output
 from zero2all.base.errors import UsageError
-from zero2all.base.io import MANIFEST, atomic_dir, atomic_path, fingerprint, read_json, refuse_strangers, write_record
+from zero2all.base.io import (
+    MANIFEST,
+    atomic_dir,
+    atomic_path,
+    fingerprint,
+    read_json,
+    require_replaceable,
+    write_record,
+)
 from zero2all.base.manifest import checksums, is_current, read_documents_manifest, read_finished, write_manifest
 from zero2all.base.records import DocumentsManifest, parse_record
 from zero2all.base.tasks import TaskEngine, available_cores, shutdown_workers
@@ -96,7 +104,7 @@ def _train_tokenizer(
     if is_current(out, KIND, key):
         return parse_record(TrainedTokenizer, {**read_json(out / MANIFEST), "reused": True}, out / MANIFEST)
 
-    refuse_strangers(out, KIND)
+    require_replaceable(out, KIND)
     if _has_other_vocabulary(out, recipe):  # fail now, not after an hour of counting
         before_replace()
     special = _special_tokens(recipe)

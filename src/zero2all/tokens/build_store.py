@@ -19,7 +19,15 @@ from zero2all.base.console import progress, warn
 from zero2all.base.conversation import SourceKind
 from zero2all.base.directory_lock import lock_output
 from zero2all.base.errors import Z2aError
-from zero2all.base.io import MANIFEST, fingerprint, read_json, refuse_strangers, sha256_file, write_json, write_record
+from zero2all.base.io import (
+    MANIFEST,
+    fingerprint,
+    read_json,
+    require_replaceable,
+    sha256_file,
+    write_json,
+    write_record,
+)
 from zero2all.base.manifest import is_intact, read_documents_manifest, read_finished, sampled_digest, write_manifest
 from zero2all.base.paths import arrow_source
 from zero2all.base.records import DocumentsManifest
@@ -93,7 +101,7 @@ def _build_tokens(
     ]
     for source in sorted({shard.source for shard in shards if shard.kind != "text"}):
         check_chat_template(tokenizer, source)
-    refuse_strangers(out, KIND)
+    require_replaceable(out, KIND)
     found = {shard: record for shard in shards if (record := _read_finished_record(shard, verify=verify)) is not None}
     todo = [shard for shard in shards if shard not in found]
     template = tokenizer.chat_fingerprint if any(shard.kind != "text" for shard in shards) else ""
