@@ -35,8 +35,6 @@ class FinishedStep:
     is_last: bool
     stops: bool
     """Whether the run stops here, before its last step."""
-    data_wait: float
-    """Seconds that the step waited for its batch."""
 
     @property
     def done(self) -> int:
@@ -47,6 +45,10 @@ class FinishedStep:
 class Component:
     def before_step(self, batch: Batch) -> None:
         """The step before has set the weights."""
+
+    def before_update(self, batch: Batch, result: StepResult) -> None:
+        """The metrics are known, also of a step that is skipped, rolled back or ends the run. With deferred metrics
+        the update is done."""
 
     def after_step(self, step: FinishedStep) -> None:
         """With deferred metrics the next step may have changed the weights, except where ``needs_weights``."""
@@ -88,9 +90,15 @@ class StepMetrics(Component):
     def __init__(self, job: TrainingJob, progress: Progress, step: TrainStep) -> None:
         self.job, self.progress, self.timer = job, progress, step.timer
 
+    def before_update(self, batch: Batch, result: StepResult) -> None:
+        every = self.job.recipe.track.layer_norms_every
+        if self.job.mesh.rank == 0 and every is not None and (batch.step + 1) % every == 0:
+            norms = result.layer_norms
+            self.job.recorder.record.histogram(batch.step, "gradient norm by layer", norms, range(len(norms) + 1))
+
     def after_step(self, step: FinishedStep) -> None:
         number, throughput = step.batch.step, self.job.throughput
-        throughput.update(number, step.data_wait)
+        throughput.update(number, step.batch.data_wait)
         with self.timer.paused():
             throughput.check_peak(number)
         self.job.hooks.on_step(number, step.result.time)
@@ -110,12 +118,9 @@ class StepMetrics(Component):
             **job.throughput.metrics(number),
             **({} if job.islands is None else job.islands.take_metrics()),
         }
-        rank, every = job.mesh.rank, job.recipe.track.layer_norms_every
+        rank = job.mesh.rank
         names = PER_RANK_METRICS if rank > 0 else metrics
         recorded = {name: metrics[name] for name in names if name in metrics}
-        if rank == 0 and every is not None and step.done % every == 0:
-            norms = result.layer_norms
-            job.recorder.record.histogram(number, "gradient norm by layer", norms, range(len(norms) + 1))
         job.recorder.record.step(number, **recorded, **result.time.metrics(rank))
         return metrics
 
@@ -174,6 +179,9 @@ class Checkpointing(Component):
     def needs_weights(self, done: int) -> bool:
         options, plan = self.job.recipe.checkpoint, self.job.plan
         return plan.is_due(options.every, done) or plan.is_due(options.flash_every, done)
+
+    def after_seek(self) -> None:
+        self._flash_due_at = None  # the state at that step is gone
 
     def after_step(self, step: FinishedStep) -> None:
         with self.timer.paused():

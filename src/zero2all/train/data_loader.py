@@ -125,6 +125,7 @@ class Batch:
     global_valid_tokens: int  # over all ranks
     answers: BatchAnswers | None = None  # for objectives that compare them
     on_device: DeviceBatch | None = None  # the same tensors where the model is, if the loader copies them
+    data_wait: float = 0.0  # seconds that training waited for it
 
     @property
     def device_targets(self) -> Tensor:
@@ -191,7 +192,6 @@ class DataLoader:
     ) -> None:
         """No batch is read for ``skipped_steps``. With ``copier`` batches come with their tensors on the device.
         ``island``: its number, and how many there are."""
-        self.data_wait_seconds = 0.0  # for the last batch
         self._plan, self._first_step, self._copier = plan, first_step, copier
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._skipped_steps, self._island = skipped_steps, island
@@ -213,12 +213,12 @@ class DataLoader:
         while True:
             begin = time.perf_counter()
             batch = self._queue.get()
-            self.data_wait_seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
             if batch is None:
                 return
             if isinstance(batch, BaseException):
                 raise batch
-            yield batch
+            yield replace(batch, data_wait=seconds)
 
     def seek(self, first_step: int, skipped_steps: Collection[int] = ()) -> None:
         """Continue from another step, without ``skipped_steps``."""

@@ -78,12 +78,13 @@ def set_up(
     test_sets = {} if evaluate is None else _open_test_sets(run, tokenizer, ranks)
     chosen = ranks.on_rank0(lambda: choose_hyperparameters(recipe, store.source_tokens, run.stored_recipe))
     recipe = with_hyperparameters(recipe, chosen)
+    Plan(recipe, store)  # its errors are raised before a large model is built
     # The model, and the micro-batch that fits beside it.
     config = objective_config(resolve_model_config(recipe, tokenizer), recipe.train.objective)
     model = _build_model(recipe, config, mesh, ranks)
     micro_batch = _choose_micro_batch(recipe, model, run, ranks)
     recipe = with_hyperparameters(recipe, micro_batch)
-    run, plan = run.with_recipe(recipe), Plan(recipe, store)
+    run, plan = run.with_recipe(recipe), Plan(recipe, store)  # with the micro-batch
     optimizers = _build_optimizers(recipe, model, ranks)
     # The state of an earlier start, if there is one.
     outer = None if place is None else build_outer_optimizer(recipe, model)

@@ -30,7 +30,7 @@ from zero2all.train.objectives.step import TokenObjective
 from zero2all.train.recording import automatic_gc_disabled
 from zero2all.train.setup import set_up
 from zero2all.train.signals import stop_requested
-from zero2all.train.spike_policy import SpikePolicy
+from zero2all.train.spike_policy import SpikeAction, SpikePolicy
 from zero2all.train.step import LaunchedStep, StepResult, TrainStep
 from zero2all.train.step_timer import StepTimer
 
@@ -197,12 +197,17 @@ class Trainer:
         """Compute a step and what follows from it for the weights; whether training continues at a different step."""
         launched = self.step.compute_gradients(batch)
         result = self.step.read_result(launched)
-        # Before the update, which a spike may prevent.
-        action = self.spike_policy.decide(launched.batch, result)
+        action = self._decide(launched, result)
         if action == "rollback":
             return True, result
         self.step.update_weights(batch, skip=action == "skip")
         return self._exchange_with_islands(batch, result), result
+
+    def _decide(self, launched: LaunchedStep, result: StepResult) -> SpikeAction:
+        """Before the update, which a spike may prevent."""
+        for component in self.components:
+            component.before_update(launched.batch, result)
+        return self.spike_policy.decide(launched.batch, result)
 
     def _exchange_with_islands(self, batch: Batch, result: StepResult) -> bool:
         """Whether this island was behind the others, and continues at their step (``resume_step``)."""
@@ -231,7 +236,7 @@ class Trainer:
         job, done = self.job, batch.step + 1
         is_last = done == job.plan.total_steps
         stops = result.stop_requested and not is_last and not is_deferred
-        step = FinishedStep(batch, result, is_last, stops, self.loader.data_wait_seconds)
+        step = FinishedStep(batch, result, is_last, stops)
         for component in self.components:
             component.after_step(step)
         if stops:
@@ -268,7 +273,7 @@ class Trainer:
         launched, self._deferred = self._deferred, None
         if launched is not None:
             result = self.step.read_result(launched)
-            self.spike_policy.decide(launched.batch, result)
+            self._decide(launched, result)
             # A later step has changed the weights, so the next one is not deferred, and the run stops after it.
             self._stop_seen = result.stop_requested
             self._after_step(launched.batch, result, is_deferred=True)
