@@ -97,7 +97,7 @@ class Checkout:
     def finish(self, process: subprocess.Popen[str]) -> str:
         printed, errors = process.communicate()
         if process.returncode:
-            sys.exit(f"{self.path}: {process.args} failed\n{printed}{errors}")
+            sys.exit(f"{self.path}: {process.args!r} failed\n{printed}{errors}")
         return printed
 
     def recipe(self, name: str, other: Checkout) -> Path:
@@ -109,9 +109,9 @@ class Checkout:
         recipe, stages = self.recipe(case.recipe, other), self.work / "stages" / case.recipe
         init = () if case.init is None else (f"train.init={(weights or self.work) / case.init}",)
         if not stages.exists():
-            for stage in (("corpus", "build"), ("tokenizer", "train"), ("tokens", "build")):
-                if case.recipe == "base" or stage[0] != "tokenizer":  # the others take the tokenizer of base
-                    self.z2a(*stage, recipe, f"out={stages}", *init)
+            for stage, verb in (("corpus", "build"), ("tokenizer", "train"), ("tokens", "build")):
+                if case.recipe == "base" or stage != "tokenizer":  # the others take the tokenizer of base
+                    self.z2a(stage, verb, recipe, f"out={stages}", *init)
         if not out.exists():
             shutil.copytree(stages, out)
         command = ("train", recipe, f"out={out}", *init, *case.changes)

@@ -133,7 +133,12 @@ def measure_ingest(files: dict[str, Path], rounds: int, work: Path) -> None:
         def written(made: list[pa.RecordBatch] = made) -> None:
             write(made, work / "written.parquet")
 
-        sides = {"bare": partial(bare, path), "ours": ingest, "hashes": hashes, "written": written}
+        sides: dict[str, Callable[[], object]] = {
+            "bare": partial(bare, path),
+            "ours": ingest,
+            "hashes": hashes,
+            "written": written,
+        }
         times = take_turns({name: partial(cpu_seconds, side) for name, side in sides.items()}, rounds)
         plain, ours, hashed, stored = map(median, times.values())
         size, text = path.stat().st_size / 1e6, sum(map(len, texts)) / 1e6
@@ -194,9 +199,9 @@ class TimedEngine(TaskEngine):
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def run(self, function: Callable[..., Any], tasks: Any, done: Any = lambda number: None) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         start = time.perf_counter()
-        result = super().run(function, tasks, done)
+        result = super().run(function, *args, **kwargs)
         name = getattr(function, "__name__", None) or function.func.__name__  # type: ignore[attr-defined]
         self.seconds[STAGES[name]] += time.perf_counter() - start
         return result
@@ -205,12 +210,12 @@ class TimedEngine(TaskEngine):
 def measure_build(corpus: Path, work: Path, workers: int) -> tuple[Path, Path]:
     engine = TimedEngine(workers=workers)
     sources = [SourceRecipe(name=kind, paths=[str(corpus / kind)]) for kind in KINDS]
-    recipe = CorpusRecipe(sources=sources, dedup={"near": True}, holdout=0.01)  # type: ignore[arg-type]
+    recipe = CorpusRecipe(sources=sources, dedup={"near": True}, holdout=0.01)
     start = time.perf_counter()
-    manifest = build_corpus(recipe, work / "documents", engine)
+    built_corpus = build_corpus(recipe, work / "documents", engine)
     built = time.perf_counter() - start
-    read = sum(account["read"]["bytes"] for account in manifest["sources"].values()) / 1e6
-    kept = manifest["bytes"] / 1e6
+    read = sum(counts.read.bytes for counts in built_corpus.sources.values()) / 1e6
+    kept = built_corpus.bytes / 1e6
     train_tokenizer(TokenizerRecipe(vocab_size=8192), work / "documents", work / "tokenizer")
     start = time.perf_counter()
     build_tokens(TokensRecipe(), work / "documents", work / "tokenizer", work / "tokens", engine)

@@ -349,7 +349,7 @@ def variants(settings: Settings, rows: Rows) -> None:
         if settings.tiny and name not in ("base", "Muon", "float8 tensorwise", "attention flash"):
             continue
         run = "variant-" + name.replace(" ", "-").replace(",", "")
-        rows.attempt(lambda run=run, c=changes: measure_training(settings, run, [*base, *c], 90), variant=name)
+        rows.attempt(partial(measure_training, settings, run, [*base, *changes], 90), variant=name)
 
 
 def profile(settings: Settings, rows: Rows) -> None:

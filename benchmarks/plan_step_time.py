@@ -115,7 +115,7 @@ def parts_text(found: list[Comparison]) -> str:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="a directory for the entry and the disk measurement")
+    parser.add_argument("--work", type=Path, required=True, help="a directory for the entry")
     parser.add_argument("--entry", type=Path, help="of 'z2a doctor --calibrate', instead of calibrating now")
     parser.add_argument("--case", choices=list(CASES), help="only this one")
     parser.add_argument("--steps", type=int, default=7)
@@ -125,7 +125,7 @@ def main() -> None:
     if path is None:
         path = options.work / "here.json"
         options.work.mkdir(parents=True, exist_ok=True)
-        show(write_calibration(path, options.work).text + "\n")
+        show(write_calibration(path).text + "\n")
     entry, found = find_entry(str(path)), []
     for case in [options.case] if options.case else CASES:
         recipe = case_recipe(case)

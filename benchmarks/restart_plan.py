@@ -37,6 +37,7 @@ from zero2all.checkpoint.dcp_reader import SlotReader, read_index, read_metadata
 from zero2all.checkpoint.dcp_writer import KEY_DTYPE, assign_writers, shard_keys, write_dcp_metadata
 from zero2all.checkpoint.slot_format import ShardSpec, SlotHeader
 from zero2all.checkpoint.staged_slot import StagedSlot
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 
 ROWS, COLUMNS = 32, 8192  # of a shard
 
@@ -185,7 +186,7 @@ def step_slots(options: argparse.Namespace) -> dict[str, Any]:
             for at, name in enumerate(names(options.tensors))
         ]
         write_json(directory / "layout.json", [asdict(spec) for spec in specs])
-        slots.append(StagedSlot(directory / "slot-0.bin", rank, options.ranks, SlotHeader(1)))
+        slots.append(StagedSlot(directory / "slot-0.bin", rank, options.ranks, SlotHeader(1, UNKNOWN_LINEAGE)))
     begin = cpu_time()
     one = plan_slots(slots[:1])
     same = cpu_time() - begin

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import httpx
 import torch
 from benchmarks.common import benchmark_parser, show, take_turns
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from tests.generation.serve.servers import KEY, serve
 
 from zero2all.base.charts.table import markdown_table
@@ -37,7 +36,7 @@ def measure(url: str, name: str, streams: int, tokens: int) -> tuple[float, floa
     ready, counts, firsts = threading.Barrier(streams), [0] * streams, [0.0] * streams
 
     def ask(number: int) -> None:
-        client = OpenAI(base_url=f"{url}/v1", api_key=KEY, http_client=httpx.Client(trust_env=False), timeout=600)
+        client = OpenAI(base_url=f"{url}/v1", api_key=KEY, http_client=DefaultHttpxClient(trust_env=False), timeout=600)
         ready.wait()
         begin = time.perf_counter()
         for part in client.completions.create(

@@ -33,10 +33,11 @@ from zero2all.corpus import build_corpus
 from zero2all.corpus.ingest import document_texts
 from zero2all.recipe import CorpusRecipe, SourceRecipe, TokensRecipe
 from zero2all.tokenizer import Tokenizer
+from zero2all.tokenizer.backends import BackendName
 from zero2all.tokens import build_tokens
 from zero2all.tokens.build_store import cached_tokenizer, load_tokenizer
 
-BACKENDS = ("gigatoken", "tiktoken", "hf")
+BACKENDS: tuple[BackendName, ...] = ("gigatoken", "tiktoken", "hf")
 BATCH = 256  # documents, as in tokens build
 Encode = Callable[[list[str]], Any]
 
@@ -172,7 +173,8 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
         build_corpus(CorpusRecipe(sources=sources, holdout=0, filters=[]), documents)
         texts = list(document_texts([str(documents / "train")]))
         tokenizer = Tokenizer(options.tokenizer)
-        size, taken = megabytes(texts), {"ours": [], "bare": []}
+        size = megabytes(texts)
+        taken: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
         for number in range(options.rounds):
             encode = bare(tokenizer.backend.name, tokenizer)
             cached_tokenizer.cache_clear()

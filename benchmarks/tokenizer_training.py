@@ -16,6 +16,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -88,10 +89,10 @@ def train_sentencepiece(documents: Path, out: Path, size: int, vocabulary: int) 
 
 TRAINERS: dict[str, Callable[[Path, Path, int, int], None]] = {
     "ours": train_ours,
-    "ours-exact": lambda *given: train_ours(*given, max_han_run=0, max_memory=UNLIMITED),
-    "hf": lambda *given: train_hf(*given, "zh-en-code"),
-    "hf-gpt2": lambda *given: train_hf(*given, "gpt2"),
-    "hf-qwen2": lambda *given: train_hf(*given, "qwen2"),
+    "ours-exact": partial(train_ours, max_han_run=0, max_memory=UNLIMITED),
+    "hf": partial(train_hf, pattern="zh-en-code"),
+    "hf-gpt2": partial(train_hf, pattern="gpt2"),
+    "hf-qwen2": partial(train_hf, pattern="qwen2"),
     "sentencepiece": train_sentencepiece,
 }
 

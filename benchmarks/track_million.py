@@ -17,6 +17,7 @@ from tests.track.browser import browser, watching
 
 from zero2all.base.console import say
 from zero2all.track.record_index import index_path
+from zero2all.track.record_lines import EventLine, RecordLine, StepLine
 from zero2all.track.run_record import RunRecordWriter
 
 BATCH = 1000
@@ -29,15 +30,15 @@ def write(record: Path, steps: int, scalars: int) -> float:
     names = ["loss", "lr", "grad_norm", "tokens_per_second", "loss/zh", "loss/en", "loss/code"]
     names += [f"layer{number}/norm" for number in range(scalars - len(names))]
     file, begun = RunRecordWriter(record), time.perf_counter()
-    file.write([{"event": "start", "step": 0, "steps": steps, "time": 0.0}])
+    file.write([EventLine("start", 0.0, {"step": 0, "steps": steps})])
     for first in range(0, steps, BATCH):
-        lines = []
+        lines: list[RecordLine] = []
         for step in range(first, min(first + BATCH, steps)):
             base = 2 + 6 * math.exp(-step / 1e5)
-            lines.append({"step": step, "time": step * 0.5, **{name: base + rng.gauss(0, 0.05) for name in names}})
+            lines.append(StepLine(step, step * 0.5, {name: base + rng.gauss(0, 0.05) for name in names}))
         file.write(lines)
         if first % 10_000 == 0:
-            file.write([{"event": "checkpoint", "step": first, "time": first * 0.5}])
+            file.write([EventLine("checkpoint", first * 0.5, {"step": first})])
     file.close()
     return time.perf_counter() - begun
 

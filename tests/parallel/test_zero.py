@@ -169,7 +169,7 @@ def check_bytes(world: int, rank: int, found: dict[tuple[str, int, str], Held]) 
         memory = stated({**sizes, "zero": stage}, world, precision)[rank * pp // world]
         assert held.weights == pytest.approx(memory.parameters, rel=0.05), where
         # Where weights are freed, the estimate also has the buffers of all-gathers: one for a unit of the two that are
-        # held, or for both (tests/planner/test_trace.py measures them).
+        # held, or for both (tests/bench/profile/test_memory_trace.py measures them).
         shares = (2 / 3, 1 / 2) if stage == 3 and pp == 1 else (1.0,)
         assert any(held.gathered == pytest.approx(share * memory.gathered_weights, rel=0.05) for share in shares), where
         assert held.gradients == pytest.approx(memory.gradients_between_micro_batches, rel=0.05), where
