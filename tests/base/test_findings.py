@@ -10,20 +10,11 @@ def test_a_finding_in_a_terminal_has_its_remedy_on_a_line_of_its_own() -> None:
 
 def test_the_page_gets_reason_and_remedy_in_both_languages() -> None:
     shown = page_finding(Finding("note", "spike", "2 steps", "see step 7", 7, "两步"))
-    assert vars(shown) == {
-        "rule": "spike",
-        "level": "note",
-        "text": "2 steps; see step 7",
-        "text_zh": "两步",
-        "step": 7,
-    }
+    assert vars(shown) == dict(rule="spike", level="note", text="2 steps; see step 7", text_zh="两步", step=7)
     assert page_finding(Finding("bad", "check failed", "no file")).text_zh == "no file"
 
 
 def test_only_what_is_wrong_has_a_remedy() -> None:
-    assert finding_if(wrong=True, level="bad", what="files", why="10 open", remedy="raise it") == Finding(
-        "bad", "files", "10 open", "raise it"
-    )
-    assert finding_if(wrong=False, level="bad", what="files", why="10 open", remedy="raise it") == Finding(
-        "good", "files", "10 open"
-    )
+    said = {"what": "files", "why": "10 open", "remedy": "raise it"}
+    assert finding_if(wrong=True, level="bad", **said) == Finding("bad", "files", "10 open", "raise it")
+    assert finding_if(wrong=False, level="bad", **said) == Finding("good", "files", "10 open")

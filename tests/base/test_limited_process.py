@@ -44,7 +44,6 @@ def test_a_busy_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "busy.py"
     program.write_text(BUSY)
     parent = subprocess.Popen([sys.executable, "-c", START, str(program)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     try:
         assert is_running(pid)

@@ -71,7 +71,6 @@ class Started:
         return len(marked(self.mark)) - 1
 
     def output(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.read().decode(errors="replace")
 
     def ends(self, number: signal.Signals, status: int | None = None) -> None:
@@ -85,7 +84,6 @@ class Started:
         finally:
             for pid in marked(self.mark):
                 os.kill(pid, signal.SIGKILL)
-            assert self.process.stdout is not None
             self.process.stdout.close()
 
 

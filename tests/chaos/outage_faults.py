@@ -7,10 +7,10 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.chaos.fault import Fault, hold_rank, hold_steps
+from tests.chaos.fault import Fault, hold_rank, hold_steps, node_fault
 from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, Injection
 from tests.chaos.scenario import DIRECTORY_PLACEHOLDER, Scenario, expect_status
-from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes
 from tests.chaos.storage_faults import SMALL_DISK, SMALL_MEMORY, damage_then_kill, fill_disk, free_disk
 from tests.chaos.workspace import NUM_RANKS
 from zero2all.base.io import HISTORY_FILE
@@ -157,15 +157,14 @@ OUTAGE_FAULTS = (
         ],
         expected_messages=("waiting for storage",),
     ),
-    Fault(
+    node_fault(
         "memory filled by another program",
         lambda rng: [Injection("hold", 0, 10), Injection("kill", rng.randrange(NUM_RANKS), 15)],
         fill_memory_then_kill,
         (f"checkpoint.flash_dir={SMALL_MEMORY}",),
         expected_messages=("cannot be kept in memory", "restored step 8"),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "full disk under the run record",
         # Its last page still takes a few lines: 17 steps are more than that.
         lambda rng: [
@@ -176,7 +175,6 @@ OUTAGE_FAULTS = (
         fill_disk_of_record,
         ("checkpoint.every=24 steps",),  # a durable checkpoint is written even if the record then has a gap
         expected_messages=("its lines wait in memory", "the run record has not caught up with it"),
-        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "the same job is launched twice",

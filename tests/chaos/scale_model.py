@@ -247,12 +247,10 @@ class ScaleModel:
         return sum(_cpu_seconds(process) for process, _ in self._fleets)
 
     def server_memory(self) -> int:
-        assert self._server is not None
         status = Path(f"/proc/{self._server.pid}/status").read_text(encoding="utf-8")
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
 
     def server_descriptors(self) -> int:
-        assert self._server is not None
         return len(os.listdir(f"/proc/{self._server.pid}/fd"))
 
     def _wait_for(self, pipe: Connection, kind: type[E], fits: Callable[[E], bool]) -> E:
@@ -285,6 +283,5 @@ def _serve(secret: str, endpoint: Connection) -> None:
 
 
 def _cpu_seconds(process: BaseProcess | None) -> float:
-    assert process is not None
     fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

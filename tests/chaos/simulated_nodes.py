@@ -114,7 +114,6 @@ class SimulatedNode:
         self._init_process.kill()
         self._init_process.wait()
         for stream in (self._init_process.stdin, self._init_process.stdout):
-            assert stream is not None
             stream.close()
 
     def boot(self) -> None:
@@ -201,8 +200,6 @@ def _boot(name: str, ip: str) -> subprocess.Popen[bytes]:
     init = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
-    assert init.stdout is not None
-    assert init.stderr is not None
     with init.stderr:
         if init.stdout.readline() != b"up\n":
             reason = init.communicate(timeout=COMMAND_TIMEOUT)[1].decode(errors="replace").strip()

@@ -75,7 +75,6 @@ def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) ->
         manager.wait_until_saved()
     assert manager.checkpoints.steps() == [20]
     found = manager.roll_back(18)
-    assert found is not None
     assert (found.step, found.location) == (15, "in memory")
     assert manager.checkpoints.steps() == [15]
     assert manager.checkpoints.problem(15) is None
@@ -168,7 +167,6 @@ def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(workspace: Pa
     code += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(recipe.run_dir)], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         refused = pytest.raises(UsageError, match=f"another trainer works in .* \\(process {holder.pid} on ")
         with refused, run_lock(recipe.run_dir, patience=0.2):

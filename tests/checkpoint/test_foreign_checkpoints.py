@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from typer.testing import CliRunner
 
 import zero2all.checkpoint.dcp_reader as reader
@@ -197,8 +197,6 @@ def test_what_we_read_is_what_dcp_reads(tmp_path: Path) -> None:
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, entry in ours.state_dict_metadata.items():
         other = theirs.state_dict_metadata[name]
-        assert isinstance(other, TensorStorageMetadata), name
-        assert isinstance(entry, TensorStorageMetadata), name
         assert (entry.size, entry.chunks) == (other.size, other.chunks), name
         # torch 2.15 also writes strides; a checkpoint of 2.13 has none, so they are not read.
         assert vars(entry.properties) | {"strides": None} == vars(other.properties) | {"strides": None}, name

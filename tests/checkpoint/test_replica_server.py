@@ -113,7 +113,6 @@ def test_a_peer_with_another_secret_gets_and_leaves_nothing(
 
 
 def store(slot: Slot, **changes: Any) -> ReplicaRequest:
-    assert slot.path is not None
     layout = slot.path.with_name("layout.json").read_bytes()
     request = ReplicaRequest("store", 0, 2, 10, "a", len(layout), slot.data.numel(), slot.header)
     return replace(request, **changes)
@@ -123,7 +122,6 @@ def refused(server: ReplicaServer, request: ReplicaRequest) -> str:
     with connect_peer(server.address, SECRET) as peer:
         peer.send(request)
         reply = peer.receive(Reply)
-        assert reply.problem is not None
         return reply.problem
 
 
@@ -155,8 +153,6 @@ def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
     slot = committed(slots, 10)
-    assert slot.path is not None
-    assert slot.header is not None
     layout = slot.path.with_name("layout.json").read_bytes()
     flipped = slot.data.clone()
     flipped[12345] ^= 1
@@ -207,7 +203,6 @@ def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
         with pytest.raises(OSError, match="closed"):
             peer.receive(Reply)
     with connect_peer(server.address, SECRET) as peer:  # a block of the layout, twice
-        assert slot.path is not None
         layout = slot.path.with_name("layout.json").read_bytes()
         peer.send(store(slot, layout_bytes=len(layout)))
         assert peer.receive(Reply).problem is None
@@ -293,8 +288,6 @@ def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_
     current: Lineage = (*LINE, Branch("c", 15))
     for step, lineage in ((10, LINE), (40, abandoned), (20, current), (30, current)):
         slot = committed(slots, step, lineage)
-        assert slot.path is not None
-        assert slot.header is not None
         layout, data = slot.path.with_name("layout.json").read_bytes(), slot.data.numpy().data
 
         def fill(target: memoryview, data: memoryview = data) -> None:

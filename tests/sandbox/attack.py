@@ -169,7 +169,6 @@ def main() -> None:
         sandbox.BACKENDS["sandlock"] = without_namespace
     own = {"own priority": os.getpriority(os.PRIO_PROCESS, 0)}
     with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as victim:
-        assert victim.stdout is not None
         victim.stdout.readline()
         before = state(victim.pid) | own
         result = Sandbox(backend, Limits(seconds=30)).run_python(code(victim.pid, os.uname().machine))

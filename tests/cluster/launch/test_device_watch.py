@@ -70,7 +70,6 @@ def test_the_marks_of_old_steps_are_dropped() -> None:
         watch.begin_step(step)
         watch.add("forward", device.now())
     found = watch.position()
-    assert found is not None
     assert found.step == 100 - WATCHED_STEPS, "the device is behind all that is watched"
 
 
@@ -82,7 +81,6 @@ def test_the_step_timer_hands_its_events_to_the_watch() -> None:
     with timer.part("backward"), timer.part("forward"):
         device.completed = device.recorded - 1
         found = watch.position()
-    assert found is not None
     assert (found.part, found.step) == ("backward", 3)
     on_cpu = StepTimer(HostClock())
     with on_cpu.part("forward"):

@@ -33,7 +33,6 @@ def test_a_heartbeat_is_written_at_once_and_never_reads_as_zeros(monkeypatch: py
 
 def test_a_rank_of_a_previous_round_keeps_its_own_page(tmp_path: Path) -> None:
     first = create_heartbeat(tmp_path, 0)
-    assert first.path is not None
     old_rank = Heartbeat(first.path)
     second = create_heartbeat(tmp_path, 0)
     old_rank(12)

@@ -190,13 +190,11 @@ def test_an_abort_for_other_reasons_stays_a_crash(lines: list[str]) -> None:
 def test_the_rank_that_noticed_first_has_the_earliest_time() -> None:
     def when(clock: str) -> float:
         found = explain_abort([f"[rank1]:[E{time.strftime('%-m%d')} {clock} {CPP}:616] [Rank 1] {WORK}"])
-        assert found is not None
         return found.time
 
     assert when("06:24:44.903881913") - when("06:24:44.159932949") == pytest.approx(0.743948964, abs=1e-5)
     assert 0 <= time.time() - when(time.strftime("%H:%M:%S") + ".0") < 60
     undated = explain_abort([f"[E {CPP}:737] [Rank 3] {OLD_WORK}"])
-    assert undated is not None
     assert undated.time == 0.0
 
 
