@@ -10,7 +10,9 @@ def test_a_finding_in_a_terminal_has_its_remedy_on_a_line_of_its_own() -> None:
 
 def test_the_page_gets_reason_and_remedy_in_both_languages() -> None:
     shown = page_finding(Finding("note", "spike", "2 steps", "see step 7", 7, "两步"))
-    assert vars(shown) == dict(rule="spike", level="note", text="2 steps; see step 7", text_zh="两步", step=7)
+    assert vars(shown) == {
+        "rule": "spike", "level": "note", "text": "2 steps; see step 7", "text_zh": "两步", "step": 7,
+    }  # fmt: skip
     assert page_finding(Finding("bad", "check failed", "no file")).text_zh == "no file"
 
 
