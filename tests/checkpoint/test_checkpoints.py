@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, losses
+from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, flip_a_bit, losses, save
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.checkpoint import (
@@ -63,16 +63,14 @@ def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_of_a_later_step_displaces_no_valid_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
     (tmp_path / "step-00000012").mkdir()
-    manager.save(8, TRAINING_STATE, durable=True)
-    manager.wait_until_saved()
+    save(manager, 8, durable=True)
     assert manager.checkpoints.newest_valid() == 8
 
 
 def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path / "run", tmp_path / "memory", keep=1)
     for step, durable in ((10, True), (15, False), (20, True)):
-        manager.save(step, TRAINING_STATE, durable=durable)
-        manager.wait_until_saved()
+        save(manager, step, durable=durable)
     assert manager.checkpoints.steps() == [20]
     found = manager.roll_back(18)
     assert (found.step, found.location) == (15, "in memory")
@@ -83,8 +81,7 @@ def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) ->
 
 def test_a_damaged_state_of_an_old_checkpoint_does_no_harm(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
-    manager.save(10, TRAINING_STATE, durable=True)
-    manager.wait_until_saved()
+    save(manager, 10, durable=True)
     state = manager.checkpoints.path(10) / "state.json"
     state.write_bytes(b"\xff" + state.read_bytes()[1:])
     (manager.checkpoints.path(10) / "manifest.json").write_text("{", encoding="utf-8")
@@ -225,9 +222,7 @@ def test_verify_names_the_damaged_file_and_rm_spares_the_last_valid_one(kept: tu
     _, run = kept
     assert z2a("verify", run.directory)[0] == 0
     shard = next(run.checkpoints.path(8).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 16
-    shard.write_bytes(data)
+    flip_a_bit(shard)
     code, answer = z2a("verify", run.directory)
     assert code == 1
     assert f"{run.checkpoints.path(8)}: {shard.name} does not match its checksum" in str(answer["error"])
