@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +16,29 @@ import pytest
 import zero2all.base.directory_lock as lock
 from zero2all.base.errors import UsageError
 from zero2all.checkpoint import run_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from zero2all.base.directory_lock import LockUser, lock_directory  # as run_lock does, which imports torch
+with lock_directory(Path(sys.argv[1]), LockUser("trainer", Path(sys.argv[1]), ""), 5.0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        refused = pytest.raises(UsageError, match=f"another trainer works in .* \\(process {holder.pid} on ")
+        with refused, run_lock(tmp_path, patience=0.2):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with run_lock(tmp_path, patience=0.2):
+        pass
 
 
 def refuse_flock(code: int, monkeypatch: pytest.MonkeyPatch) -> None:

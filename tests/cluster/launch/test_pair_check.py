@@ -106,8 +106,7 @@ def test_a_node_whose_test_never_ends_is_bad_and_a_slow_start_of_all_is_not() ->
 
 
 def start(*counts: int, nodes: int) -> Cluster:
-    cluster = Cluster(*counts)
-    cluster.join(*names(nodes))
+    cluster = Cluster(*counts).join(*names(nodes))
     cluster.pass_time(11.0)
     return cluster
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from tests.adversarial.payload import Payload
 from zero2all.base.environment import JOB_SECRET_VARIABLE
 from zero2all.base.errors import UsageError
 from zero2all.base.network.connection import MAGIC, NAME_BYTES, NONCE_BYTES, SignedSession, TamperedError
@@ -74,17 +76,8 @@ class Cluster:
 
     def meet(self, *nodes: Rendezvous) -> list[int]:
         """All of them join the next round; returns their ranks."""
-        found: dict[int, int] = {}
-
-        def wait(number: int, node: Rendezvous) -> None:
-            found[number] = node.next_rendezvous().rank
-
-        threads = [threading.Thread(target=wait, args=item) for item in enumerate(nodes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        return [found[number] for number in range(len(nodes))]
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            return [info.rank for info in pool.map(lambda node: node.next_rendezvous(), nodes, timeout=PATIENCE)]
 
 
 @pytest.fixture
@@ -254,21 +247,11 @@ def test_a_node_with_another_secret_is_refused_by_name(
     until(lambda: f"rejected node {name} (127.0.0.1): wrong job secret" in capsys.readouterr().err)
 
 
-class Bomb:
-    """What runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
 def test_unauthenticated_clients_run_no_code_and_do_not_disturb(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(mark))
+    bomb = pickle.dumps(Payload(mark))
     one, other = cluster.node(1), cluster.node(2)
     cluster.meet(one, other)
     name = b"\x1b[2Jevil"
@@ -300,7 +283,7 @@ def test_unauthenticated_clients_run_no_code_and_do_not_disturb(
 
 def test_an_impostor_of_the_rendezvous_is_not_trusted(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(mark))
+    bomb = pickle.dumps(Payload(mark))
     for answer in (
         bomb * 10,
         MAGIC + bytes(NONCE_BYTES) + b"\1" + bytes(32) + bomb,
@@ -361,12 +344,8 @@ def test_values_travel_between_the_agents_and_the_ranks(cluster: Cluster) -> Non
     store = RendezvousStore(node.client, timedelta(seconds=PATIENCE))
     threading.Timer(0.2, store.set, ("late", b"\x00\xffbytes")).start()
     assert rank.get("late") == b"\x00\xffbytes"
-    assert (rank.add("count", 2), store.add("count", 3), rank.check(["count"]), rank.check(["none"])) == (
-        2,
-        5,
-        True,
-        False,
-    )
+    assert [rank.add("count", 2), store.add("count", 3)] == [2, 5]
+    assert [rank.check([name]) for name in ("count", "none")] == [True, False]
     with pytest.raises(RuntimeError, match="none is not there after"):
         rank.wait(["none"], timedelta(seconds=0.1))
     assert store.delete_key("count")
