@@ -34,7 +34,7 @@ def test_a_planted_bug_is_found_and_the_search_goes_on(bug: str) -> None:
     target = Target("planted", lambda: [b"some ordinary text"], lambda data: b"\xff" in data and act())
     tally, until = Tally(), time.monotonic() + 60
     while not tally.findings or tally.inputs < 20:
-        fuzz(target, 1.0, tally, seconds=seconds, memory=32 << 20)
+        fuzz(target, 0.3, tally, seconds=seconds, memory=32 << 20)
         assert time.monotonic() < until, tally
     assert said in tally.findings[0]
     number = int(tally.findings[0].split()[1].rstrip(":"))

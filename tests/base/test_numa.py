@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import run_preloaded
 from tests.sysfs import FakeSysfs
 from zero2all.base.machine import cpus
 from zero2all.base.machine.cpus import (
@@ -159,8 +160,7 @@ sys.exit(LaunchConfig(["doctor", "--json", "--dir", sys.argv[2]], **options).run
 def test_launched_ranks_verify_their_binding(tmp_path: Path) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     FakeSysfs(tmp_path / "sys", {0: str(first), 1: str(second)})
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "sys"), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_preloaded(LAUNCH, str(tmp_path / "sys"), str(tmp_path / "runs"))
     findings = {one["what"]: one for one in json.loads(done.stdout.splitlines()[0])["findings"]}
     # The second node of the made-up /sys has no memory here: its rank says so.
     nodes = parse_cpu_list(binding_state(None).memory_nodes)
