@@ -30,7 +30,7 @@ from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.cli.main import app
 from zero2all.recipe import Recipe
-from zero2all.train import Run, train
+from zero2all.train import train
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -311,7 +311,3 @@ def test_in_an_object_store_too(s3: str, tmp_path: Path) -> None:
     with pytest.raises(Z2aError, match=r"\.metadata.*types.SimpleNamespace"):
         checkpoints.load_model(1, found)
     assert not (tmp_path / "mark").exists()
-
-
-def test_a_run_still_loads(trained: Recipe) -> None:
-    assert Run.open(trained.run_dir).load_model(8).config.hidden_size == 32
