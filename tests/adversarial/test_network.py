@@ -112,17 +112,7 @@ def test_the_exploit_of_the_rendezvous_runs_no_code(way: str, tmp_path: Path) ->
                 store = TCPStore("127.0.0.1", server.address.port, is_master=False, timeout=timedelta(seconds=2))
                 store.set("torch.rendezvous.job", attack)
         environment = {**os.environ, JOB_SECRET_VARIABLE: secret}
-        words = [
-            "launch",
-            "--nnodes",
-            "1:2",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{server.address.port}",
-            "--",
-            "python",
-            "-c",
-            "1",
-        ]
+        words = f"launch --nnodes 1:2 --rdzv-endpoint {server.endpoint} -- python -c 1".split()
         done = subprocess.run(
             [sys.executable, "-m", "zero2all.cli", *words], env=environment, capture_output=True, text=True, timeout=200
         )
@@ -213,29 +203,7 @@ def foreign_site(html: str) -> Iterator[int]:
             thread.join(30)
 
 
-ATTACK = """<html><body><script>
-window.results = {};
-const target = "TARGET", key = "KEY";
-async function attempt(name, url, options) {
-  try {
-    const answer = await fetch(url, options);
-    window.results[name] = answer.status + " " + (await answer.text()).slice(0, 200);
-  } catch (error) { window.results[name] = "refused"; }
-}
-const frame = document.createElement("iframe");
-frame.src = target + "/?key=" + key;
-document.body.appendChild(frame);
-frame.onload = () => {
-  try { window.results.frame = frame.contentDocument ? "read" : "refused"; }
-  catch (error) { window.results.frame = "refused"; }
-};
-(async () => {
-  await attempt("cross-origin", target + "/api/runs?key=" + key, {});
-  await attempt("rebound", "http://rebound.example:PORT/api/runs?key=" + key, {mode: "cors"});
-  await attempt("rebound page", "http://rebound.example:PORT/", {mode: "cors"});
-  window.results.done = "yes";
-})();
-</script></body></html>"""
+ATTACK = Path(__file__).with_name("foreign_page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -68,7 +68,6 @@ def test_the_scan_finds_an_open_port() -> None:
     with simulated_nodes(2) as (victim, attacker):
         line = victim.command(sys.executable, "-I", "-S", "-c", LISTEN)
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as open_port:
-            assert open_port.stdout is not None
             assert open_port.stdout.readline() == "up\n"
             assert scan(attacker, victim.ip) == [4321]
             open_port.kill()

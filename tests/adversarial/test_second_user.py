@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.adversarial.other_user import as_other_user, free_uid, needs_root, open_to_others
-from tests.checkpoint.helpers import TRAINING_STATE
+from tests.checkpoint.helpers import TRAINING_STATE, save, tiny_manager
 from tests.conftest import tiny_recipe
 from zero2all.base.io import host_id, staging_dir, write_text
-from zero2all.checkpoint import CheckpointedModel, CheckpointManager, CheckpointPlaces, CheckpointStore, RankGroup
 from zero2all.checkpoint.slot_directories import claim_flash_directory
 from zero2all.cluster.launch.job_secret import find_secret
 from zero2all.recipe import recipe_yaml
@@ -54,22 +52,14 @@ def test_the_other_user_finds_what_is_open(shared: Path) -> None:
     assert open_to_others(shared) == [str(shared / "open.txt")]
 
 
-def manager(memory: Path, run: Path) -> CheckpointManager:
-    model = torch.nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    places = CheckpointPlaces(CheckpointStore(run / "durable"), run, memory)
-    return CheckpointManager(places, CheckpointedModel(model, [optimizer]), RankGroup())
-
-
 def test_states_in_memory_keys_and_staged_uploads_are_closed(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.umask(0o000)  # the most careless one
     try:
-        saved = manager(shared / f"z2a-key-{os.getuid()}", tmp_path)
+        saved = tiny_manager(tmp_path, shared / f"z2a-key-{os.getuid()}")
         saved.begin_history(None)
-        saved.save(10, TRAINING_STATE, durable=False)
-        saved.wait_until_saved()
+        save(saved, 10)
         load_key(shared / "page.key")
         find_secret(shared / "job.secret", make=True)
         monkeypatch.setattr(tempfile, "tempdir", str(shared))
@@ -110,7 +100,7 @@ def test_a_directory_that_is_planted_in_the_place_of_ours_is_refused(
 ) -> None:
     place = shared / f"z2a-key-{os.getuid()}"
     as_other_user(PLANT, "link", place, victim, "0")
-    saved = manager(place, tmp_path)
+    saved = tiny_manager(tmp_path, place)
     saved.begin_history(None)
     saved.save(10, TRAINING_STATE, durable=False)
     assert [path.name for path in victim.iterdir()] == ["precious"]

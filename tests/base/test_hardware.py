@@ -85,18 +85,15 @@ def test_measured_flops_count_a_multiply_and_an_add(monkeypatch: pytest.MonkeyPa
     assert measure_matmul_flops(CPU, torch.float32, 64, seconds=0.0) == 2 * 64**3 / 0.5
 
 
-def test_bf16_where_it_is_requested_or_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    for native in (True, False):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda native=native: {"amx_tile": native})
-        assert compute_dtype("bf16", CPU) == torch.bfloat16
-        assert compute_dtype("fp32", CPU) == torch.float32
-        assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
-
-
-def test_gpus_without_bf16_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for native in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
-        assert compute_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float16)
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_where_it_is_requested_or_native(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs without it compute in fp16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": native})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    assert compute_dtype("bf16", CPU) == torch.bfloat16
+    assert compute_dtype("fp32", CPU) == torch.float32
+    assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+    assert compute_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float16)
 
 
 @pytest.fixture

@@ -132,8 +132,7 @@ def test_files_of_another_thread_of_this_process_are_kept(tmp_path: Path) -> Non
     thread = threading.Thread(target=slow)
     thread.start()
     assert inside.wait(60)
-    io.remove_stale_staging.cache_clear()
-    io.remove_stale_staging()
+    io.remove_stale_staging.__wrapped__()
     done.set()
     thread.join()
     assert found == [True]
@@ -145,8 +144,7 @@ def test_staging_of_a_process_with_the_same_id_is_removed(tmp_path: Path, monkey
     with staging_dir() as directory:
         name = directory.name
     (tmp_path / f"{name[:-8]}00000000").mkdir()
-    io.remove_stale_staging.cache_clear()
-    io.remove_stale_staging()
+    io.remove_stale_staging.__wrapped__()
     assert os.listdir(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""Ranks are bound to the CPUs of a NUMA node, and see for themselves whether they are."""
+"""Ranks are bound to the CPUs of a NUMA node, and see for themselves whether they are; others use the CPU too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.processes import run_preloaded
 from tests.sysfs import FakeSysfs
+from zero2all.base.machine import cpus
 from zero2all.base.machine.cpus import (
     CpuBinding,
+    OtherCpuUse,
     binding_state,
+    busy_note,
     encode_bindings,
     parse_cpu_list,
     plan_bindings,
@@ -37,10 +43,6 @@ def two_sockets(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _cpus(bindings: list[CpuBinding | None]) -> list[str | None]:
-    return [binding and binding.cpus for binding in bindings]
-
-
 def test_nodes_are_read_from_sysfs(two_sockets: Path) -> None:
     first, second = read_numa_nodes(two_sockets)
     assert (first.number, first.cpus[:3], first.memory, first.distances) == (0, (0, 1, 2), 2**30, (10, 21))
@@ -53,28 +55,34 @@ def test_lists_of_cpus_are_written_as_they_are_read(text: str) -> None:
     assert show_cpu_list(parse_cpu_list(text)) == text
 
 
-def test_ranks_are_bound_to_the_node_of_their_gpu(two_sockets: Path) -> None:
-    plan = plan_bindings("auto", 4, [0, 0, 1, None], range(32), two_sockets)
-    assert _cpus(plan) == ["0-7,16-23", "0-7,16-23", "8-15,24-31", None]
-    assert threads_per_rank(plan, 32) == 8
-    assert threads_per_rank(plan_bindings("auto", 4, [0] * 4, range(32), two_sockets), 32) == 4
+FIRST, SECOND = "0-7,16-23", "8-15,24-31"
 
 
-def test_ranks_of_a_node_take_its_core_complexes_in_turn(two_sockets: Path) -> None:
-    plan = plan_bindings("core-complex", 4, [0, 0, 0, 1], range(32), two_sockets)
-    assert _cpus(plan) == ["0-3,16-19", "4-7,20-23", "0-3,16-19", "8-15,24-31"]
+@pytest.mark.parametrize(
+    ("policy", "gpus", "ranks", "allowed", "expected"),
+    [
+        ("auto", [0, 0, 1, None], 4, range(32), [FIRST, FIRST, SECOND, None]),
+        # The ranks of a node take its core complexes in turn.
+        ("core-complex", [0, 0, 0, 1], 4, range(32), ["0-3,16-19", "4-7,20-23", "0-3,16-19", SECOND]),
+        # Ranks without GPUs are spread if they leave no CPU idle.
+        ("auto", [], 4, range(32), [FIRST, FIRST, SECOND, SECOND]),
+        ("auto", [], 1, range(32), [None]),
+        ("auto", [], 3, range(32), [None] * 3),
+        ("node", [], 1, range(32), [FIRST]),
+        ("off", [0, 1], 2, range(32), [None, None]),
+        ("node", [0, 1], 2, range(2, 6), ["2-5", None]),
+    ],
+)
+def test_ranks_are_bound_to_the_node_of_their_gpu(
+    policy: Any, gpus: list[int | None], ranks: int, allowed: range, expected: list[str | None], two_sockets: Path
+) -> None:
+    plan = plan_bindings(policy, ranks, gpus, allowed, two_sockets)
+    assert [binding and binding.cpus for binding in plan] == expected
 
 
-def test_ranks_without_gpus_are_spread_if_they_leave_no_cpu_idle(two_sockets: Path) -> None:
-    assert _cpus(plan_bindings("auto", 4, [], range(32), two_sockets)) == ["0-7,16-23"] * 2 + ["8-15,24-31"] * 2
-    assert _cpus(plan_bindings("auto", 1, [], range(32), two_sockets)) == [None]
-    assert _cpus(plan_bindings("auto", 3, [], range(32), two_sockets)) == [None] * 3
-    assert _cpus(plan_bindings("node", 1, [], range(32), two_sockets)) == ["0-7,16-23"]
-    assert _cpus(plan_bindings("off", 2, [0, 1], range(32), two_sockets)) == [None, None]
-
-
-def test_only_allowed_cpus_are_used(two_sockets: Path) -> None:
-    assert _cpus(plan_bindings("node", 2, [0, 1], range(2, 6), two_sockets)) == ["2-5", None]
+def test_ranks_of_a_node_share_its_threads(two_sockets: Path) -> None:
+    for nodes, threads in (([0, 0, 1, None], 8), ([0] * 4, 4)):
+        assert threads_per_rank(plan_bindings("auto", 4, nodes, range(32), two_sockets), 32) == threads
 
 
 def test_one_node_needs_no_binding(tmp_path: Path) -> None:
@@ -114,11 +122,6 @@ sys.stdin.read()
 """
 
 
-def _status(process: subprocess.Popen[str]) -> dict[str, str]:
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 @linux
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [])(0)) < 2, reason="needs two CPUs")
 def test_processes_are_bound_where_the_kernel_says() -> None:
@@ -127,13 +130,9 @@ def test_processes_are_bound_where_the_kernel_says() -> None:
     for rank, cpu in enumerate(cpus):
         environment = {**os.environ, **bindings, "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-c", BIND_AND_WAIT]
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
+        with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as process:
             assert process.stdout.readline() == "\n"
-            assert _status(process)["Cpus_allowed_list"] == str(cpu)
+            assert f"Cpus_allowed_list:\t{cpu}\n" in Path(f"/proc/{process.pid}/status").read_text()
             process.stdin.close()
 
 
@@ -161,8 +160,7 @@ sys.exit(LaunchConfig(["doctor", "--json", "--dir", sys.argv[2]], **options).run
 def test_launched_ranks_verify_their_binding(tmp_path: Path) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     FakeSysfs(tmp_path / "sys", {0: str(first), 1: str(second)})
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "sys"), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_preloaded(LAUNCH, str(tmp_path / "sys"), str(tmp_path / "runs"))
     findings = {one["what"]: one for one in json.loads(done.stdout.splitlines()[0])["findings"]}
     # The second node of the made-up /sys has no memory here: its rank says so.
     nodes = parse_cpu_list(binding_state(None).memory_nodes)
@@ -175,3 +173,51 @@ def test_a_job_file_carries_the_binding() -> None:
     config = LaunchConfig(["train", "a.yaml"], 2)
     assert "--numa-binding off" in slurm_script(replace(config, numa_binding="off"), JobResources())
     assert "--numa-binding" not in slurm_script(config, JobResources())
+
+
+def stat(path: Path, *cores: tuple[int, int]) -> None:
+    """/proc/stat of cores, each with seconds of user and idle time; other counters are zero."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    rows = [f"cpu{number} {user * ticks} 0 0 {idle * ticks} 0 0 0 0 0 0" for number, (user, idle) in enumerate(cores)]
+    path.write_text("\n".join(["cpu 9 9 9 9 9 9 9 9 9 9", *rows, "intr 5 6"]))
+
+
+@pytest.fixture
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "stat"
+    read = cpus._read_cpu_times
+    monkeypatch.setattr(cpus, "_read_cpu_times", lambda: read(path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "share"),
+    [(0, "1", 0.75), (10, "1", 0.25), (5, "2", 0.25), (15, "1", 0.0), (99, "1", 0.0)],
+)
+def test_the_share_of_others_is_what_is_busy_without_this_program(
+    counters: Path, monkeypatch: pytest.MonkeyPatch, own: int, ranks: str, share: float
+) -> None:
+    """15 of 20 seconds are busy on the two cores that this process may use; the third core does not count."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(time, "process_time", lambda: 100.0)
+    stat(counters, (100, 50), (200, 50), (7, 7))
+    others = OtherCpuUse()
+    monkeypatch.setattr(time, "process_time", lambda: 100.0 + own)
+    stat(counters, (110, 50), (205, 55), (507, 7))
+    assert others.share() == pytest.approx(share)
+    assert others.share() is None, "no time has passed since"
+
+
+def test_a_system_without_counters_reports_nothing(counters: Path) -> None:
+    others = OtherCpuUse()
+    assert others.share() is None
+    counters.write_text("nonsense")
+    assert others.share() is None
+    assert busy_note(None) == ""
+
+
+def test_a_note_is_made_of_a_noticeable_share_only() -> None:
+    assert busy_note(0.19) == ""
+    assert busy_note(0.456) == "other programs used 46% of the CPU"

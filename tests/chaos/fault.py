@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tests.chaos.injections import Injection, InjectionPoint
 from tests.chaos.scenario import Scenario, expect_status
+from tests.chaos.simulated_nodes import simulation_unavailable_reason
 from tests.chaos.workspace import NUM_RANKS
 from zero2all.cluster.launch.exit_reason import FailureKind
 
@@ -36,6 +38,10 @@ class Fault:
     """Most steps that may be repeated, if less than all: a bound that only states in memory can keep."""
     unavailable_reason: Callable[[], str | None] = lambda: None
     """Why it cannot be injected here, if so."""
+
+
+node_fault = partial(Fault, unavailable_reason=simulation_unavailable_reason)
+elastic_fault = partial(node_fault, expected_kind="cut off", loss_tolerance=ELASTIC_LOSS_TOLERANCE)
 
 
 def run_to_completion(scenario: Scenario) -> None:

@@ -12,9 +12,11 @@ from tests.chaos.fault import (
     ELASTIC_LOSS_TOLERANCE,
     Fault,
     Rng,
+    elastic_fault,
     hold_rank,
     hold_steps,
     inject,
+    node_fault,
     stop_and_resume,
 )
 from tests.chaos.injections import Injection
@@ -36,7 +38,6 @@ from tests.chaos.node_faults import (
 from tests.chaos.outage_faults import OUTAGE_FAULTS
 from tests.chaos.random_histories import RANDOM_HISTORIES
 from tests.chaos.scenario import Scenario, expect_status
-from tests.chaos.simulated_nodes import simulation_unavailable_reason
 from tests.chaos.storage_faults import (
     SMALL_DISK,
     SMALL_MEMORY,
@@ -121,18 +122,13 @@ SINGLE_NODE_FAULTS = (
         inject("fail", where="start", first=-1, last=0),
         expected_messages=("before the first step",),
     ),
-    Fault("a rank is stopped", inject("stop"), expected_kind="hang", expected_messages=("is stopped (state T)",)),
-    Fault(
-        "a rank loops",
-        inject("loop"),
-        expected_kind="hang",
-        expected_messages=("injections.py", "is not in the collective"),
-    ),
-    Fault(
-        "a rank hangs with Python's lock",
-        inject("hold_the_lock"),
-        expected_kind="hang",
-        expected_messages=("in hold_the_lock",),
+    *(
+        Fault(name, inject(action), expected_kind="hang", expected_messages=messages)
+        for name, action, messages in (
+            ("a rank is stopped", "stop", ("is stopped (state T)",)),
+            ("a rank loops", "loop", ("injections.py", "is not in the collective")),
+            ("a rank hangs with Python's lock", "hold_the_lock", ("in hold_the_lock",)),
+        )
     ),
     Fault("a rank wants too much memory", inject("want_memory"), expected_kind="out of memory"),
     Fault(
@@ -150,21 +146,14 @@ SINGLE_NODE_FAULTS = (
         expected_kind=None,
         expected_messages=("stopped: the same command",),
     ),
-    Fault(
-        "SIGTERM to the agent",
-        hold_rank(),
-        send_signal_to_agent(signal.SIGTERM),
-        expected_kind=None,
-        expected_messages=("told to leave",),
+    *(
+        Fault(name, hold_rank(), send_signal_to_agent(number), expected_kind=None, expected_messages=messages)
+        for name, number, messages in (
+            ("SIGTERM to the agent", signal.SIGTERM, ("told to leave",)),
+            ("Ctrl-C", signal.SIGINT, ("stopped by the user",)),
+            ("kill the agent", signal.SIGKILL, ()),
+        )
     ),
-    Fault(
-        "Ctrl-C",
-        hold_rank(),
-        send_signal_to_agent(signal.SIGINT),
-        expected_kind=None,
-        expected_messages=("stopped by the user",),
-    ),
-    Fault("kill the agent", hold_rank(), send_signal_to_agent(signal.SIGKILL), expected_kind=None),
     Fault(
         "one step fails three times",
         inject("fail", times=3),
@@ -179,56 +168,38 @@ SINGLE_NODE_FAULTS = (
         inject("kill", where="manifest", first=8, last=9, rank=0),
         overrides=DURABLE_ONLY,
     ),
-    Fault(
-        "truncated checkpoint",
-        hold_rank(),
-        damage_then_kill(truncate_checkpoint),
-        DURABLE_ONLY,
-        expected_messages=("is skipped",),
-    ),
-    Fault(
-        "bit flipped in a checkpoint",
-        hold_rank(),
-        damage_then_kill(flip_checkpoint_bit),
-        DURABLE_ONLY,
-        expected_messages=("does not match",),
-    ),
-    Fault(
-        "checkpoint without a manifest",
-        hold_rank(),
-        damage_then_kill(remove_manifest),
-        DURABLE_ONLY,
-        expected_messages=("is skipped",),
+    *(
+        Fault(name, hold_rank(), damage_then_kill(damage), DURABLE_ONLY, expected_messages=(message,))
+        for name, damage, message in (
+            ("truncated checkpoint", truncate_checkpoint, "is skipped"),
+            ("bit flipped in a checkpoint", flip_checkpoint_bit, "does not match"),
+            ("checkpoint without a manifest", remove_manifest, "is skipped"),
+        )
     ),
     Fault(
         "bit flipped in memory", hold_rank(), damage_then_kill(flip_flash_bit), expected_messages=("does not match",)
     ),
     Fault("memory lost, as after a reboot", hold_rank(), damage_then_kill(delete_flash_states)),
-    Fault(
-        "full disk",
-        hold_steps(10, 20),
-        run_on_faulty_disk(fill_disk, free_disk),
-        (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
-        expected_kind=None,
-        expected_messages=("could not be written",),
-        unavailable_reason=simulation_unavailable_reason,
+    *(
+        node_fault(
+            name,
+            hold_steps(10, 20),
+            run_on_faulty_disk(broken, repaired),
+            (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
+            expected_kind=None,
+            expected_messages=("could not be written",),
+        )
+        for name, broken, repaired in (
+            ("full disk", fill_disk, free_disk),
+            ("read-only disk", remount("ro"), remount("rw")),
+        )
     ),
-    Fault(
-        "read-only disk",
-        hold_steps(10, 20),
-        run_on_faulty_disk(remount("ro"), remount("rw")),
-        (f"checkpoint.dir={SMALL_DISK}", *DURABLE_ONLY),
-        expected_kind=None,
-        expected_messages=("could not be written",),
-        unavailable_reason=simulation_unavailable_reason,
-    ),
-    Fault(
+    node_fault(
         "no room for states in memory",
         inject("kill"),
         run_with_small_shm,
         (f"checkpoint.flash_dir={SMALL_MEMORY}",),
         expected_messages=("from durable storage",),
-        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "NaN in a gradient",
@@ -250,47 +221,23 @@ SINGLE_NODE_FAULTS = (
         overrides=("parallel={dp_replicate: 4, dp_shard: 1}",),
         expected_messages=("copies of the model differ", "unlike on the 3 others"),
     ),
-    Fault(
-        "3 ranks instead of 4",
-        inject("terminate"),
-        change_rank_count(4, 3),
-        expected_kind=None,
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-    ),
-    Fault(
-        "4, then 2, then 1 rank",
-        lambda rng: [Injection("terminate", 0, step) for step in (7, 15)],
-        change_rank_count(4, 2, 1),
-        expected_kind=None,
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
+    *(
+        Fault(name, injected, change_rank_count(*counts), expected_kind=None, loss_tolerance=ELASTIC_LOSS_TOLERANCE)
+        for name, injected, counts in (
+            ("3 ranks instead of 4", inject("terminate"), (4, 3)),
+            ("4, then 2, then 1 rank", lambda rng: [Injection("terminate", 0, step) for step in (7, 15)], (4, 2, 1)),
+        )
     ),
 )
 MULTI_NODE_FAULTS = (
-    Fault(
-        "a node is lost for good",
-        hold_rank(rank=1),
-        lose_node(1),
-        expected_kind="cut off",
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
-    ),
-    Fault(
-        "the node of the first rank is lost",
-        hold_rank(rank=1),
-        lose_node(0),
-        expected_kind="cut off",
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
-    ),
-    Fault(
+    elastic_fault("a node is lost for good", hold_rank(rank=1), lose_node(1)),
+    elastic_fault("the node of the first rank is lost", hold_rank(rank=1), lose_node(0)),
+    elastic_fault(
         "a node is lost and comes back",
         lambda rng: [Injection("hold", 1, 9), Injection("hold", 0, 14)],
         lose_node(1, back=True),
-        expected_kind="cut off",
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "a node is replaced",
         hold_rank(rank=1),
         replace_node,
@@ -298,9 +245,8 @@ MULTI_NODE_FAULTS = (
         expected_kind="cut off",
         expected_messages=("2 parts copied from other nodes",),
         max_steps_again=MAX_STEPS_AGAIN,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "two nodes are replaced, one after the other",
         lambda rng: [Injection("hold", 1, 13), Injection("hold", 3, 19)],
         replace_nodes_in_turn,
@@ -308,79 +254,66 @@ MULTI_NODE_FAULTS = (
         expected_kind="cut off",
         expected_messages=("2 parts copied from other nodes",),
         max_steps_again=2 * MAX_STEPS_AGAIN,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "a node is cut off",
         hold_rank(rank=1),
         disconnect_node,
-        expected_kind="cut off",
         accepted_kinds=("hang",),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "a node is told to leave",
         hold_rank(rank=1),
         preempt_node,
         expected_kind=None,
         accepted_kinds=("cut off",),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "the rendezvous is restarted",
         hold_rank(rank=1),
         restart_rendezvous,
         expected_kind=None,
         accepted_kinds=("cut off",),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "the node that holds the rendezvous is lost",
         hold_rank(rank=1),
         lose_rendezvous_node,
         expected_kind=None,
         accepted_kinds=("cut off",),
         expected_messages=(RENDEZVOUS_ADVICE,),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "nodes A and B, then A and C, then A and B",
         poisoned_history(13, 14),
         abandon_histories,
         NO_REPLICAS,
         expected_kind=None,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "2 nodes, then 1, then 2",
         poisoned_history(13, 14),
         shrink_and_grow_nodes,
         NO_REPLICAS,
         expected_kind=None,
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "a node is replaced by a new one",
         hold_rank(rank=1),
         lambda scenario: replace_node(scenario, by=2),
         NO_DURABLE,
         expected_kind="cut off",
         expected_messages=("2 parts copied from other nodes",),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "a node is replaced by a new one, without replicas",
         hold_rank(rank=1),
         lambda scenario: replace_node(scenario, replicas=False, by=2),
         NO_REPLICAS,
         expected_kind="cut off",
         expected_messages=("from durable storage",),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "a node returns with abandoned states",
         # It returns while the other has not yet reached the step of those states again; they hold a corrupted batch.
         lambda rng: [
@@ -390,27 +323,20 @@ MULTI_NODE_FAULTS = (
         ],
         isolate_node,
         NO_REPLICAS,
-        expected_kind="cut off",
         expected_messages=("of an abandoned history",),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "a node is suspended and wakes up replaced",
         lambda rng: [Injection("hold", 1, 9), Injection("hold", 0, 18)],
         suspend_node,
-        expected_kind="cut off",
         accepted_kinds=("hang",),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "the clock of a node jumps",
         lambda rng: [Injection("hold", 0, 6), Injection("hold", 0, 14), Injection("kill", 0, 20)],
         jump_clock,
         accepted_kinds=("cut off",),
         expected_messages=("first to fail: rank 0",),
-        unavailable_reason=simulation_unavailable_reason,
     ),
 )
 FAULTS: tuple[Fault, ...] = (

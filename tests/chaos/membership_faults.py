@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, hold_rank, inject
-from tests.chaos.node_faults import simulated_cluster
+from tests.chaos.fault import elastic_fault, hold_rank, inject, node_fault
+from tests.chaos.node_faults import held_nodes, simulated_cluster
 from tests.chaos.scenario import Scenario, expect_status
-from tests.chaos.simulated_nodes import simulation_unavailable_reason
 
 REFUSED_MESSAGE = "is excluded from the job"
 SPARE_MESSAGE = "waits as a spare"
@@ -26,13 +25,9 @@ def exclude_bad_node(scenario: Scenario) -> None:
 
 def take_in_spare(scenario: Scenario) -> None:
     """Two nodes work and a third one waits; one of the two loses power."""
-    with simulated_cluster(scenario, nodes=3) as cluster:
-        cluster.start_rendezvous()
-        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
-        processes = [cluster.start(number, nodes=(2, 2), hang_after=hang_after) for number in range(2)]
-        scenario.wait_until_triggered()
-        spare = cluster.start(2, nodes=(2, 2), hang_after=hang_after)
-        scenario.wait_until(lambda: SPARE_MESSAGE in scenario.log_text(), "the spare waits")
+    with held_nodes(scenario, machines=3, patient=True, nodes=(2, 2)) as (cluster, processes):
+        spare = cluster.start(2)
+        scenario.wait_for_message(SPARE_MESSAGE)
         scenario.mark_trigger()
         cluster.power_cycle(1)
         scenario.release()
@@ -42,40 +37,33 @@ def take_in_spare(scenario: Scenario) -> None:
 
 def find_slow_node(scenario: Scenario) -> None:
     """The network of one node is slow, and a rank elsewhere is killed: the node test finds the slow one."""
-    with simulated_cluster(scenario, nodes=3) as cluster:
-        cluster.start_rendezvous()
-        processes = [cluster.start(number, nodes=(2, 3)) for number in range(3)]
-        held = scenario.wait_until_triggered()
-        scenario.mark_trigger()
+    with held_nodes(scenario, machines=3, running=3, nodes=(2, 3)) as (cluster, processes):
         cluster.nodes[2].limit_bandwidth("1mbit")
-        os.kill(held, signal.SIGKILL)
+        os.kill(scenario.wait_until_triggered(), signal.SIGKILL)
         expect_status(scenario.wait(processes[2]), 1)
         cluster.expect_success(*processes[:2])
 
 
 MEMBERSHIP_FAULTS = (
-    Fault(
+    elastic_fault(
         "a bad node is excluded",
         inject("leave", rank=2, times=3),
         exclude_bad_node,
+        expected_kind="crash",
         expected_messages=("this node is excluded: only its ranks fail after step", REFUSED_MESSAGE),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "a spare is taken in",
         hold_rank(rank=1),
         take_in_spare,
         expected_kind="cut off",
         expected_messages=(SPARE_MESSAGE, "is taken in"),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    elastic_fault(
         "a slow node is found and excluded",
         hold_rank(rank=1),
         find_slow_node,
+        expected_kind="crash",
         expected_messages=("fails the node test", REFUSED_MESSAGE),
-        loss_tolerance=ELASTIC_LOSS_TOLERANCE,
-        unavailable_reason=simulation_unavailable_reason,
     ),
 )

@@ -32,21 +32,30 @@ class SimulatedCluster:
         self.scenario, self._network = scenario, network
         *self.nodes, self.login = network.nodes
         scenario.environment[JOB_SECRET_VARIABLE] = new_secret()
+        self.options: dict[str, Any] = {}
+        """Of every start of a node."""
         self._rendezvous_process: NodeProcess | None = None
 
     def start_rendezvous(self) -> NodeProcess:
-
         words = ["launch", "--rendezvous-only", "--rdzv-listen", f"{self.login.ip}:{PORT}"]
-        command = [sys.executable, "-m", "zero2all.cli", *words]
+        command = self.login.command(sys.executable, "-m", "zero2all.cli", *words)
         environment = {**os.environ, **self.scenario.environment}
-        self._rendezvous_process = subprocess.Popen(
-            self.login.command(*command), stderr=subprocess.DEVNULL, env=environment
-        )
+        self._rendezvous_process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
         return self._rendezvous_process
 
     def start(self, number: int, rendezvous_endpoint: str | None = None, **options: Any) -> NodeProcess:
-        options = {"nodes": (1, 2), "rdzv_endpoint": rendezvous_endpoint or f"{self.login.ip}:{PORT}", **options}
-        return self.scenario.start(RANKS_PER_NODE, self.nodes[number], **options)
+        endpoint = {"rdzv_endpoint": rendezvous_endpoint or f"{self.login.ip}:{PORT}"}
+        return self.scenario.start(
+            RANKS_PER_NODE, self.nodes[number], **{"nodes": (1, 2), **endpoint, **self.options, **options}
+        )
+
+    def rejoin(self, number: int, survivor: NodeProcess) -> None:
+        """Start a node again once the survivor trains, and let both of them finish."""
+        self.scenario.wait_until_triggered(1)
+        returned = self.start(number)
+        self.scenario.wait_for_message(NODES_CHANGE_MESSAGE)
+        self.scenario.release(1)
+        self.expect_success(survivor, returned)
 
     def expect_success(self, *processes: NodeProcess) -> None:
         for process in processes:
@@ -87,28 +96,33 @@ def simulated_cluster(scenario: Scenario, nodes: int = 2) -> Iterator[SimulatedC
             simulated.close()
 
 
+@contextmanager
+def held_nodes(
+    scenario: Scenario, machines: int = 2, running: int = 2, patient: bool = False, **options: Any
+) -> Iterator[tuple[SimulatedCluster, list[NodeProcess]]]:
+    """A job on ``running`` of the machines, which is held when the fault occurs. ``patient``: ranks are held while a
+    node starts."""
+    with simulated_cluster(scenario, machines) as cluster:
+        cluster.options = {**options, **({"hang_after": 8 * scenario.hang_after} if patient else {})}
+        cluster.start_rendezvous()
+        processes = [cluster.start(number) for number in range(running)]
+        scenario.wait_until_triggered()
+        scenario.mark_trigger()
+        yield cluster, processes
+
+
 def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
     """One node loses power, for good or until it comes back."""
 
     def drive(scenario: Scenario) -> None:
-        with simulated_cluster(scenario) as cluster:
-            cluster.start_rendezvous()
-            hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
-            processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
-            scenario.wait_until_triggered()
-            scenario.mark_trigger()
+        with held_nodes(scenario, patient=True) as (cluster, processes):
             cluster.power_cycle(number)
             scenario.release()
             processes[number].wait()
-            survivor = processes[1 - number]
-            if not back:
-                cluster.expect_success(survivor)
-                return
-            scenario.wait_until_triggered(1)  # the survivor is training again
-            returned = cluster.start(number, hang_after=hang_after)
-            scenario.wait_for_message(NODES_CHANGE_MESSAGE)
-            scenario.release(1)
-            cluster.expect_success(survivor, returned)
+            if back:
+                cluster.rejoin(number, processes[1 - number])
+            else:
+                cluster.expect_success(processes[1 - number])
 
     return drive
 
@@ -116,12 +130,7 @@ def lose_node(number: int, back: bool = False) -> Callable[[Scenario], None]:
 def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None:
     """A node loses power. It comes back with empty memory, or, with ``by=2``, another machine takes its place. With
     replicas it gets its states from the other node."""
-    with simulated_cluster(scenario, nodes=max(2, by + 1)) as cluster:
-        cluster.start_rendezvous()
-        # Ranks are held while a node starts.
-        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
-        processes = [cluster.start(number, **options) for number in range(2)]
-        scenario.wait_until_triggered()
+    with held_nodes(scenario, max(2, by + 1), patient=True, nodes=(2, 2)) as (cluster, processes):
         for number in range(2):
             cluster.wait_until_staged(number, 12)
             if replicas:
@@ -130,15 +139,12 @@ def replace_node(scenario: Scenario, replicas: bool = True, by: int = 1) -> None
         cluster.power_cycle(1)
         scenario.release()
         processes[1].wait()
-        cluster.expect_success(processes[0], cluster.start(by, **options))
+        cluster.expect_success(processes[0], cluster.start(by))
 
 
 def replace_nodes_in_turn(scenario: Scenario) -> None:
     """Both nodes lose power and come back with empty memory, the second when the first has its states again."""
-    with simulated_cluster(scenario) as cluster:
-        cluster.start_rendezvous()
-        options: dict[str, Any] = {"nodes": (2, 2), "hang_after": 8 * scenario.hang_after}
-        processes = [cluster.start(number, **options) for number in range(2)]
+    with held_nodes(scenario, patient=True, nodes=(2, 2)) as (cluster, processes):
         for number, (lost, step) in enumerate(((1, 12), (0, 16))):
             scenario.wait_until_triggered(number)
             for node in range(2):
@@ -148,17 +154,13 @@ def replace_nodes_in_turn(scenario: Scenario) -> None:
             cluster.power_cycle(lost)
             scenario.release(number)
             processes[lost].wait()
-            processes[lost] = cluster.start(lost, **options)
+            processes[lost] = cluster.start(lost)
         cluster.expect_success(*processes)
 
 
 def disconnect_node(scenario: Scenario) -> None:
     """A node stays alive, but no packet reaches it or leaves it."""
-    with simulated_cluster(scenario) as cluster:
-        cluster.start_rendezvous()
-        processes = [cluster.start(0), cluster.start(1)]
-        scenario.wait_until_triggered()
-        scenario.mark_trigger()
+    with held_nodes(scenario) as (cluster, processes):
         cluster.nodes[1].disconnect()
         scenario.release()
         cluster.expect_success(processes[0])
@@ -167,11 +169,7 @@ def disconnect_node(scenario: Scenario) -> None:
 
 def isolate_node(scenario: Scenario) -> None:
     """A node is cut off, the other continues alone; then the node returns, with its memory as it was."""
-    with simulated_cluster(scenario) as cluster:
-        cluster.start_rendezvous()
-        hang_after = 8 * scenario.hang_after  # ranks are held while a node starts
-        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
-        scenario.wait_until_triggered(0)
+    with held_nodes(scenario, patient=True) as (cluster, processes):
         cluster.wait_until_staged(1, 12)
         scenario.wait_for_checkpoint()
         scenario.mark_trigger()
@@ -181,11 +179,7 @@ def isolate_node(scenario: Scenario) -> None:
         processes[1].wait()
         node.connect()
         scenario.release(0)
-        scenario.wait_until_triggered(1)  # the survivor is training again
-        returned = cluster.start(1, hang_after=hang_after)
-        scenario.wait_for_message(NODES_CHANGE_MESSAGE)
-        scenario.release(1)
-        cluster.expect_success(processes[0], returned)
+        cluster.rejoin(1, processes[0])
 
 
 def suspend_node(scenario: Scenario) -> None:
@@ -193,12 +187,7 @@ def suspend_node(scenario: Scenario) -> None:
 
     Its ranks then are of a round that is over: they must write nothing.
     """
-    with simulated_cluster(scenario) as cluster:
-        cluster.start_rendezvous()
-        hang_after = 8 * scenario.hang_after
-        processes = [cluster.start(number, hang_after=hang_after) for number in range(2)]
-        scenario.wait_until_triggered(0)
-        scenario.mark_trigger()
+    with held_nodes(scenario, patient=True) as (cluster, processes):
         cluster.nodes[1].suspend()
         scenario.release(0)
         scenario.wait_until_triggered(1)  # the other node is training alone
@@ -226,17 +215,10 @@ def jump_clock(scenario: Scenario) -> None:
 
 def restart_rendezvous(scenario: Scenario) -> None:
     """The rendezvous is killed and started again, with none of its state."""
-    with simulated_cluster(scenario) as cluster:
-        rendezvous = cluster.start_rendezvous()
-        processes = [cluster.start(0), cluster.start(1)]
-        scenario.wait_until_triggered()
-        scenario.mark_trigger()
-        rendezvous.kill()
-        rendezvous.wait()
+    with held_nodes(scenario) as (cluster, processes):
+        cluster.close()
         cluster.start_rendezvous()
-        scenario.wait_until(
-            lambda: scenario.log_text().count(SAVING_MESSAGE) >= len(processes), "both nodes have noticed it"
-        )
+        scenario.wait_for_message(SAVING_MESSAGE, len(processes))
         scenario.release()
         cluster.expect_success(*processes)
 
@@ -259,13 +241,9 @@ def lose_rendezvous_node(scenario: Scenario) -> None:
 
 def preempt_node(scenario: Scenario) -> None:
     """A scheduler preempts one node, with notice: it saves and leaves, and the other continues."""
-    with simulated_cluster(scenario) as cluster:
-        cluster.start_rendezvous()
-        processes = [cluster.start(0), cluster.start(1)]
-        scenario.wait_until_triggered()
-        scenario.mark_trigger()
+    with held_nodes(scenario) as (cluster, processes):
         processes[1].send_signal(signal.SIGTERM)
-        scenario.wait_until(lambda: SAVING_MESSAGE in scenario.log_text(), "its ranks have the signal")
+        scenario.wait_for_message(SAVING_MESSAGE)
         scenario.release()
         if scenario.wait(processes[1]) != 1:
             raise Z2aError("the preempted node did not leave")

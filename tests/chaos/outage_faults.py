@@ -7,10 +7,10 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.chaos.fault import Fault, hold_rank, hold_steps
+from tests.chaos.fault import Fault, hold_rank, hold_steps, node_fault
 from tests.chaos.injections import LOCK_PATIENCE_VARIABLE, Injection
 from tests.chaos.scenario import DIRECTORY_PLACEHOLDER, Scenario, expect_status
-from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
+from tests.chaos.simulated_nodes import simulated_nodes
 from tests.chaos.storage_faults import SMALL_DISK, SMALL_MEMORY, damage_then_kill, fill_disk, free_disk
 from tests.chaos.workspace import NUM_RANKS
 from zero2all.base.io import HISTORY_FILE
@@ -60,55 +60,29 @@ def lose_storage_and_a_rank(scenario: Scenario) -> None:
 def lose_storage_between_steps(scenario: Scenario) -> None:
     """From the first held step to the second, everything on storage fails; nothing else does."""
     storage = FailingStorage(scenario)
-    process = scenario.start()
-    scenario.wait_until_triggered(0)
-    storage.break_down()
-    scenario.mark_trigger()
-    scenario.release(0)
-    scenario.wait_until_triggered(1)
-    storage.repair()
-    scenario.release(1)
-    expect_status(scenario.wait(process), 0)
+    scenario.run_broken(storage.break_down, storage.repair)
 
 
 def fill_memory_then_kill(scenario: Scenario) -> None:
     """Another program fills the tmpfs of the slots, which exist by then; later a rank is killed."""
     with simulated_nodes(1) as [node]:
         node.mount_small_disk(SMALL_MEMORY, "64m")
-        process = scenario.start(node=node)
-        scenario.wait_until_triggered(0)
-        scenario.mark_trigger()
-        fill_disk(node, SMALL_MEMORY)
-        scenario.release(0)
-        expect_status(scenario.wait(process), 0)
+        scenario.run_broken(lambda: fill_disk(node, SMALL_MEMORY), node=node)
 
 
 def fill_disk_of_record(scenario: Scenario) -> None:
     """The disk of the run record alone is full from the first held step to the second, and a rank is killed then."""
     with simulated_nodes(1) as [node]:
-        disk = node.mount_small_disk(SMALL_DISK, "2m")
-        record = scenario.run_dir / "record.jsonl"
+        source = node.mount_small_disk(SMALL_DISK, "2m") / "record.jsonl"
+        record = scenario.run_dir / source.name
         record.parent.mkdir(parents=True)
-        record.symlink_to(SMALL_DISK / record.name)
+        record.symlink_to(SMALL_DISK / source.name)
         try:
-            process = scenario.start(node=node)
-            scenario.wait_until_triggered(0)
-            scenario.mark_trigger()
-            fill_disk(node, SMALL_DISK)
-            scenario.release(0)
-            scenario.wait_until_triggered(2)
-            free_disk(node)
-            scenario.release(2)
-            expect_status(scenario.wait(process), 0)
-        finally:
-            _bring_to_host(node, disk / record.name, record)
-
-
-def _bring_to_host(node: SimulatedNode, source: Path, target: Path) -> None:
-    """Copy a file of a node's own file system, which ends with the node, over the link to it."""
-    if source.exists():
-        target.unlink()
-        shutil.copyfile(source, target)
+            scenario.run_broken(lambda: fill_disk(node), lambda: free_disk(node), last=2, node=node)
+        finally:  # a node's own file system ends with the node
+            if source.exists():
+                record.unlink()
+                shutil.copyfile(source, record)
 
 
 def launch_twice(scenario: Scenario) -> None:
@@ -157,15 +131,14 @@ OUTAGE_FAULTS = (
         ],
         expected_messages=("waiting for storage",),
     ),
-    Fault(
+    node_fault(
         "memory filled by another program",
         lambda rng: [Injection("hold", 0, 10), Injection("kill", rng.randrange(NUM_RANKS), 15)],
         fill_memory_then_kill,
         (f"checkpoint.flash_dir={SMALL_MEMORY}",),
         expected_messages=("cannot be kept in memory", "restored step 8"),
-        unavailable_reason=simulation_unavailable_reason,
     ),
-    Fault(
+    node_fault(
         "full disk under the run record",
         # Its last page still takes a few lines: 17 steps are more than that.
         lambda rng: [
@@ -176,7 +149,6 @@ OUTAGE_FAULTS = (
         fill_disk_of_record,
         ("checkpoint.every=24 steps",),  # a durable checkpoint is written even if the record then has a gap
         expected_messages=("its lines wait in memory", "the run record has not caught up with it"),
-        unavailable_reason=simulation_unavailable_reason,
     ),
     Fault(
         "the same job is launched twice",

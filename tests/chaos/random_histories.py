@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, Rng
+from tests.chaos.fault import ELASTIC_LOSS_TOLERANCE, Fault, Rng, node_fault
 from tests.chaos.injections import Injection
 from tests.chaos.node_faults import (
     RANKS_PER_NODE,
@@ -25,7 +25,6 @@ from tests.chaos.node_faults import (
 )
 from tests.chaos.outage_faults import ON_FAILING_STORAGE, FailingStorage
 from tests.chaos.scenario import Scenario
-from tests.chaos.simulated_nodes import simulation_unavailable_reason
 
 NUM_NODES, NUM_EVENTS = 3, 5
 LAST_STEP = 22
@@ -71,7 +70,7 @@ def _draw_nodes(rng: Rng) -> tuple[int, ...]:
 def random_history(seed: int) -> Fault:
     events = draw_history(seed)
     rank_count_changes = any(len(event.next_nodes) == 1 for event in events)
-    return Fault(
+    return node_fault(
         f"random history {seed}",
         lambda rng: [
             *(Injection("hold", 0, event.step) for event in events),
@@ -82,7 +81,6 @@ def random_history(seed: int) -> Fault:
         expected_kind=None,
         accepted_kinds=("crash", "cut off"),
         loss_tolerance=ELASTIC_LOSS_TOLERANCE if rank_count_changes else 0.0,
-        unavailable_reason=simulation_unavailable_reason,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from tests.chaos.simulated_agents import (
     RANKS_PER_NODE,
@@ -102,58 +102,36 @@ def simulate(agents: int, steady: float = 20.0, over: float = 0.0) -> ScaleRepor
 
 
 def _measure(model: ScaleModel, agents: int, steady: float, over: float) -> ScaleReport:
+    found: dict[str, Any] = {"agents": agents, "ranks": agents * RANKS_PER_NODE, "arrive_over": over}
     began, cpu = time.monotonic(), model.server_cpu()
     model.start(range(agents), over)
     met = model.wait_until_met(agents)
-    meet, meet_cpu, meet_traffic = met.time - began, model.server_cpu() - cpu, model.traffic()
-    say(f"{agents} agents have met after {meet:.1f} s; heartbeats for {steady:.0f} s")
+    found |= {"meet": met.time - began, "meet_rounds": met.round, "meet_server_cpu": model.server_cpu() - cpu}
+    found["meet_messages_per_agent"] = model.traffic().messages / agents
+    say(f"{agents} agents have met after {found['meet']:.1f} s; heartbeats for {steady:.0f} s")
 
-    began, cpu, own = time.monotonic(), model.server_cpu(), model.agent_cpu()
-    before = model.traffic()
+    began, cpu, own, before = time.monotonic(), model.server_cpu(), model.agent_cpu(), model.traffic()
     time.sleep(steady)
     seconds, cpu, own = time.monotonic() - began, model.server_cpu() - cpu, model.agent_cpu() - own
     beats = model.traffic() - before
+    found |= {"steady_server_cores": cpu / seconds, "agent_cores": own / seconds}
+    found["steady_messages_per_second"] = beats.messages / seconds
+    found["steady_bytes_per_second"] = beats.bytes / seconds
 
     before = model.traffic()
-    began = time.monotonic()
-    model.command_owner(Lose(agents // 2), agents // 2)
-    noticed = model.wait_until_noticed(met.round)
-    again = model.wait_until_met(agents - 1)
-    lost_noticed, lost_recovered = noticed - began, again.time - began
-    recovery = model.traffic() - before
-    say(f"a lost agent was noticed after {lost_noticed:.2f} s, all have met again after {lost_recovered:.1f} s")
-
-    began = time.monotonic()
-    model.command_owner(Silence(agents // 3), agents // 3)
-    noticed = model.wait_until_noticed(again.round)
-    again = model.wait_until_met(agents - 2)
-    silent_noticed, silent_recovered = noticed - began, again.time - began
-    say(f"a silent agent was noticed after {silent_noticed:.2f} s, all have met again after {silent_recovered:.1f} s")
+    for number, (how, command) in enumerate({"lost": Lose(agents // 2), "silent": Silence(agents // 3)}.items(), 1):
+        began = time.monotonic()
+        model.command_owner(command, command.number)
+        noticed, met = model.wait_until_noticed(met.round) - began, model.wait_until_met(agents - number)
+        found |= {f"{how}_noticed": noticed, f"{how}_recovered": met.time - began}
+        if how == "lost":
+            found["recover_messages_per_agent"] = (model.traffic() - before).messages / agents
+        say(f"a {how} agent was noticed after {noticed:.2f} s, all have met again after {met.time - began:.1f} s")
 
     began = time.monotonic()
     model.start(range(agents, agents + 2), 0.0)
-    replaced = model.wait_until_met(agents).time - began
-    return ScaleReport(
-        agents=agents,
-        ranks=agents * RANKS_PER_NODE,
-        arrive_over=over,
-        meet=meet,
-        meet_rounds=met.round,
-        meet_messages_per_agent=meet_traffic.messages / agents,
-        meet_server_cpu=meet_cpu,
-        steady_server_cores=cpu / seconds,
-        steady_messages_per_second=beats.messages / seconds,
-        steady_bytes_per_second=beats.bytes / seconds,
-        lost_noticed=lost_noticed,
-        lost_recovered=lost_recovered,
-        silent_noticed=silent_noticed,
-        silent_recovered=silent_recovered,
-        recover_messages_per_agent=recovery.messages / agents,
-        replaced=replaced,
-        server_memory=model.server_memory(),
-        server_descriptors=model.server_descriptors(),
-        agent_cores=own / seconds,
-    )
+    found["replaced"] = model.wait_until_met(agents).time - began
+    return ScaleReport(**found, server_memory=model.server_memory(), server_descriptors=model.server_descriptors())
 
 
 def render_report(report: ScaleReport) -> str:
@@ -247,12 +225,10 @@ class ScaleModel:
         return sum(_cpu_seconds(process) for process, _ in self._fleets)
 
     def server_memory(self) -> int:
-        assert self._server is not None
         status = Path(f"/proc/{self._server.pid}/status").read_text(encoding="utf-8")
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
 
     def server_descriptors(self) -> int:
-        assert self._server is not None
         return len(os.listdir(f"/proc/{self._server.pid}/fd"))
 
     def _wait_for(self, pipe: Connection, kind: type[E], fits: Callable[[E], bool]) -> E:
@@ -285,6 +261,5 @@ def _serve(secret: str, endpoint: Connection) -> None:
 
 
 def _cpu_seconds(process: BaseProcess | None) -> float:
-    assert process is not None
     fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

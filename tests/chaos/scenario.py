@@ -117,6 +117,25 @@ class Scenario:
     def run(self, num_ranks: int | None = None, node: SimulatedNode | None = None, **options: Any) -> int:
         return self.wait(self.start(num_ranks, node, **options))
 
+    def run_broken(
+        self,
+        break_down: Callable[[], object],
+        repair: Callable[[], object] | None = None,
+        last: int = 1,
+        **options: Any,
+    ) -> None:
+        """Something is broken from the first held step on, until it is repaired at the ``last``."""
+        process = self.start(**options)
+        self.wait_until_triggered(0)
+        break_down()
+        self.mark_trigger()
+        self.release(0)
+        if repair is not None:
+            self.wait_until_triggered(last)
+            repair()
+            self.release(last)
+        expect_status(self.wait(process), 0)
+
     def is_triggered(self, number: int) -> bool:
         return self._trigger_file(number).exists()
 

@@ -130,7 +130,6 @@ class SimulatedAgent(asyncio.Protocol):
         self._handshake = ClientHandshake(SERVICE, fleet.secret, f"node-{number}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -155,7 +154,6 @@ class SimulatedAgent(asyncio.Protocol):
             self._transport.abort()
 
     def _write(self, data: bytes) -> None:
-        assert self._transport is not None
         self._fleet.bytes += len(data)
         self._transport.write(data)
 
@@ -197,14 +195,12 @@ class SimulatedAgent(asyncio.Protocol):
         return self._send_fields(type(request), asdict(request))
 
     def _send_fields(self, request: type[RendezvousRequest], fields: dict[str, Any]) -> int:
-        assert self._session is not None
         self._requests += 1
         self._fleet.messages += 1
         self._write(self._session.seal({"id": self._requests, "op": request.__name__, **fields}))
         return self._requests
 
     def _read_message(self) -> bool:
-        assert self._session is not None
         if len(self._received) < LENGTH_BYTES:
             return False
         length = frame_length(bytes(self._received[:LENGTH_BYTES]))

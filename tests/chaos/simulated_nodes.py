@@ -22,22 +22,7 @@ from zero2all.base.errors import Z2aError
 NODE_TMPDIR = Path("/dev/shm/tmp")  # private to every node
 COMMAND_TIMEOUT = 30.0  # seconds for any command that sets up or tears down a node
 
-# The init process of a node: sets it up, and kills everything that runs there once its stdin is closed.
-BOOT = """
-mount -t tmpfs tmpfs /dev/shm && mkdir -m 1777 /dev/shm/tmp &&
-printf '127.0.0.1 localhost\\n%s %s\\n' "$2" "$1" >/dev/shm/tmp/hosts && mount --bind /dev/shm/tmp/hosts /etc/hosts &&
-echo "$1" >/proc/sys/kernel/hostname && ip link set lo up && echo up || exit 1
-read -r _
-found=yes
-while [ $found = yes ]; do
-  found=no
-  for process in /proc/[0-9]*; do
-    if [ $process != /proc/$$ ] && [ $process/ns/net -ef /proc/$$/ns/net ]; then
-      kill -9 ${process#/proc/} && found=yes
-    fi
-  done
-done 2>/dev/null
-"""
+BOOT = Path(__file__).with_name("boot_node.sh").read_text(encoding="utf-8")
 
 
 class SimulatedNode:
@@ -114,7 +99,6 @@ class SimulatedNode:
         self._init_process.kill()
         self._init_process.wait()
         for stream in (self._init_process.stdin, self._init_process.stdout):
-            assert stream is not None
             stream.close()
 
     def boot(self) -> None:
@@ -201,8 +185,6 @@ def _boot(name: str, ip: str) -> subprocess.Popen[bytes]:
     init = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
-    assert init.stdout is not None
-    assert init.stderr is not None
     with init.stderr:
         if init.stdout.readline() != b"up\n":
             reason = init.communicate(timeout=COMMAND_TIMEOUT)[1].decode(errors="replace").strip()

@@ -86,15 +86,7 @@ def run_on_faulty_disk(
     def drive(scenario: Scenario) -> None:
         with simulated_nodes(1) as [node]:
             node.mount_small_disk(SMALL_DISK, "64m")
-            process = scenario.start(node=node)
-            scenario.wait_until_triggered(0)
-            break_disk(node)
-            scenario.mark_trigger()
-            scenario.release(0)
-            scenario.wait_until_triggered(1)
-            repair_disk(node)
-            scenario.release(1)
-            expect_status(scenario.wait(process), 0)
+            scenario.run_broken(lambda: break_disk(node), lambda: repair_disk(node), node=node)
 
     return drive
 

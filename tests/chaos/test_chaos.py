@@ -1,21 +1,24 @@
-"""The fault suite: a short run for real, and that it detects a job that did not recover."""
+"""The fault suite: a short run for real, several faults at a time, and that it detects a job that did not recover."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import threading
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from tests.chaos import suite
 from tests.chaos.__main__ import main
+from tests.chaos.fault import Fault
 from tests.chaos.faults import FAULTS
 from tests.chaos.injections import InjectionPoint
 from tests.chaos.sample_audit import SampleAudit, audit_samples, sample_hash
 from tests.chaos.scenario import Scenario
-from tests.chaos.suite import FaultResult, render_table, run_suite, select_faults
+from tests.chaos.suite import Baseline, FaultResult, render_table, run_suite, select_faults
 from tests.conftest import tiny_recipe
 from zero2all.cluster.launch.exit_reason import FailureKind
 from zero2all.tokens import TokenStore
@@ -49,7 +52,6 @@ def test_a_fresh_node_resumes_from_the_replicas_of_its_peer(tmp_path: Path) -> N
     [row] = run_suite(tmp_path, select_faults(["a node is replaced"]), seed=1)
     assert row.problems == [], render_table([row])
     if row.skipped is None:
-        assert row.steps_again is not None
         assert row.steps_again <= 2 * 4, "flash checkpoints are taken every 4 steps"
 
 
@@ -143,3 +145,52 @@ def test_the_table_shows_the_problems() -> None:
     assert "| a | 0.1 | 5.0 | 2 | 0 | 0 | survived |" in text
     assert "not every sample was seen exactly once" in text
     assert "skipped: no ip" in text
+
+
+@pytest.fixture
+def without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faults here start no process."""
+    monkeypatch.setattr(suite, "build_workspace", lambda root, seed: None)
+    monkeypatch.setattr(suite, "run_baseline", lambda out, overrides: Baseline({}, 600.0))
+
+
+@pytest.mark.usefixtures("without_jobs")
+def test_rows_are_in_the_order_of_the_faults_and_progress_in_that_of_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_ended, said = threading.Event(), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        second_ended.set()
+
+    monkeypatch.setattr(suite, "say", say)
+    first = Fault("first", drive=lambda scenario: scenario.wait_until(second_ended.is_set, "the second has ended"))
+    rows = run_suite(tmp_path, [first, Fault("second", drive=lambda scenario: None)], jobs=2)
+    assert [row.fault for row in rows] == ["first", "second"]
+    assert [line.split(":")[0] for line in said] == ["1/2 second", "2/2 first"]
+    assert "left" in said[0]
+    assert "all in" in said[1]
+
+
+@pytest.mark.usefixtures("without_jobs")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_ends_the_faults_that_run_and_starts_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    running, driven = threading.Event(), list[str]()
+
+    def wait_forever(scenario: Scenario) -> None:
+        driven.append(scenario.directory.name)
+        running.set()
+        scenario.wait_until(lambda: False, "the suite is ended")
+
+    def interrupt(text: str) -> None:
+        assert running.wait(30)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "say", interrupt)
+    waiting = [Fault(f"waits-{number}", drive=wait_forever) for number in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(tmp_path, [Fault("ends", drive=lambda scenario: None), *waiting], jobs=jobs)
+    assert len(driven) <= jobs

@@ -32,29 +32,25 @@ def restored(segment: str, step: int, *origins: str) -> list[RestoreMark]:
     return [RestoreMark(0.0, segment, rank, step, segment_seed(name) if name else SCRATCH) for rank, name in ranks]
 
 
-def test_restores_along_one_history_are_right() -> None:
-    marks = [*restored("a", 0, "", ""), *restored("b", 12, "a", "a"), *restored("c", 8, "a", "a")]
-    assert find_wrong_restores([*marks, *restored("d", 20, "c", "c")]) == []
+A, B, C8 = restored("a", 0, "", ""), restored("b", 8, "a", "a"), restored("c", 8, "a", "a")
+ABANDONED = ["the state of step 12 that was restored is of an abandoned history"]
 
 
-def test_states_of_two_starts_are_a_mixture() -> None:
-    marks = [*restored("a", 0, "", ""), *restored("b", 8, "a", "a"), *restored("c", 12, "b", "a")]
-    assert find_wrong_restores(marks) == ["the ranks restored step 12 from states of 2 different starts"]
-
-
-def test_a_state_from_before_a_restart_is_abandoned_after_the_step_of_that_restart() -> None:
-    marks = [*restored("a", 0, "", ""), *restored("b", 8, "a", "a")]
-    assert find_wrong_restores([*marks, *restored("c", 8, "a", "a")]) == []
-    problem = "the state of step 12 that was restored is of an abandoned history"
-    assert find_wrong_restores([*marks, *restored("c", 12, "a", "a")]) == [problem]
-    abandoned = [*marks, *restored("c", 4, "a", "a"), *restored("d", 12, "b", "b")]
-    assert find_wrong_restores(abandoned) == [problem], "b began at a step that c has taken over"
-
-
-def test_ranks_that_the_saved_job_did_not_have_know_no_origin() -> None:
-    marks = [*restored("a", 0, ""), *restored("b", 8, "a", "")]
-    assert find_wrong_restores(marks) == []
-    assert find_wrong_restores(restored("a", 8, "")) == ["no rank knows who wrote the state of step 8"]
+@pytest.mark.parametrize(
+    ("marks", "problems"),
+    [
+        ([*A, *restored("b", 12, "a", "a"), *C8, *restored("d", 20, "c", "c")], []),  # along one history
+        ([*A, *B, *restored("c", 12, "b", "a")], ["the ranks restored step 12 from states of 2 different starts"]),
+        ([*A, *B, *C8], []),
+        ([*A, *B, *restored("c", 12, "a", "a")], ABANDONED),  # from before a restart, and after its step
+        # b began at a step that c has taken over.
+        ([*A, *B, *restored("c", 4, "a", "a"), *restored("d", 12, "b", "b")], ABANDONED),
+        ([*restored("a", 0, ""), *restored("b", 8, "a", "")], []),  # the saved job had fewer ranks
+        (restored("a", 8, ""), ["no rank knows who wrote the state of step 8"]),
+    ],
+)
+def test_mixed_and_abandoned_states_are_wrong_restores(marks: list[RestoreMark], problems: list[str]) -> None:
+    assert find_wrong_restores(marks) == problems
 
 
 def test_a_marker_writes_the_seed_of_the_state_and_then_its_own(tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ def test_nothing_is_left_of_nodes_whose_creator_was_killed(number: signal.Signal
         env={**os.environ, "Z2A_TEST_MARK": mark},
         cwd=Path(__file__).parents[2],
     )
-    assert suite.stdout is not None
     assert suite.stdout.readline() == b"ready\n"
     deadline = time.monotonic() + 30
     while len(marked(mark)) < 6:  # three nodes, two sleepers, which are still being started, and the suite

@@ -14,25 +14,7 @@ from zero2all.tokens import build_tokens
 
 NUM_RANKS = 4
 WORDS = "a long road begins with one small step and every step is seen once and only once by those who count them"
-RECIPE = """
-name: chaos
-seed: 7
-corpus: {holdout: 0.1, filters: []}
-tokenizer: {vocab_size: 320, min_frequency: 1}
-model: {hidden_size: 32, intermediate_size: 64,
-  num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32}
-train:
-  steps: 24
-  seq_len: 32
-  batch_tokens: 256
-  precision: fp32
-  device: cpu
-  deterministic: true
-  optimizer: {lr: 3e-3}
-  schedule: {warmup: 3 steps}
-checkpoint: {every: 8 steps, flash_every: 4 steps, keep_latest: 3}
-track: {log_every: 1}
-"""
+RECIPE = Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8")
 
 
 def build_workspace(root: Path, seed: int) -> None:

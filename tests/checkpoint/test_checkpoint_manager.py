@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager
+from tests.checkpoint.helpers import TRAINING_STATE, committed_steps, resume, save, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
 from tests.conftest import tiny_recipe
 from zero2all.base.console import console
@@ -49,13 +49,8 @@ def test_slots_of_ranks_that_moved_away_are_removed(tmp_path: Path) -> None:
         def rank(rank_group: RankGroup) -> None:
             directory = tmp_path / nodes[rank_group.rank] / "z2a-key-0"
             manager = tiny_manager(tmp_path, directory, rank_group, Rank0Store(tmp_path / "durable"))
-            found = manager.find_restore_point()
-            if found is not None:
-                manager.load(found)
-            else:
-                manager.begin_history(None)
-            manager.save(10 if found is None else found.step + 10, TRAINING_STATE, durable=True)
-            manager.wait_until_saved()
+            found = resume(manager)
+            save(manager, 10 if found is None else found.step + 10, durable=True)
 
         run_threads(len(nodes), rank)
 
@@ -159,15 +154,10 @@ def test_a_state_that_the_record_lags_behind_is_not_committed(
 ) -> None:
     record_written = iter((True, True, False, False))
     manager = tiny_manager(tmp_path, tmp_path / "z2a-key-0", before_commit=lambda: next(record_written))
-    for step in (10, 20, 30, 40):
-        manager.save(step, TRAINING_STATE, durable=False)
-        manager.wait_until_saved()
-    headers = [slot.header for slot in find_staged_slots(tmp_path / "z2a-key-0")]
-    assert {header.step for header in headers if header.hash is not None} == {20}
+    save(manager, 10, 20, 30, 40)
+    assert committed_steps(tmp_path / "z2a-key-0") == {20}
     assert "the state of step 30 is not kept in memory" in capsys.readouterr().err
-    found = manager.find_restore_point()
-    assert found is not None
-    assert found.step == 20
+    assert manager.find_restore_point().step == 20
 
 
 def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) -> None:
@@ -178,9 +168,7 @@ def test_a_lagging_record_of_another_rank_leaves_a_common_state(tmp_path: Path) 
         storage = Rank0Store(tmp_path / "durable")
         manager = tiny_manager(tmp_path, directory, rank_group, storage, before_commit=lambda: rank_group.rank == 0)
         manager.begin_history(None)
-        for step in (10, 20, 30, 40):
-            manager.save(step, TRAINING_STATE, durable=False)
-            manager.wait_until_saved()
+        save(manager, 10, 20, 30, 40)
         found = manager.find_restore_point()
         return None if found is None else found.step
 
@@ -191,12 +179,10 @@ def test_a_rank_with_a_quiet_console_logs_that_its_state_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = tiny_manager(tmp_path, tmp_path / "z2a-key-0")
-    manager.save(10, TRAINING_STATE, durable=False)
-    manager.wait_until_saved()
+    save(manager, 10)
     monkeypatch.setattr(console, "quiet", True)
     monkeypatch.setattr(Path, "replace", no_space)
-    manager.save(20, TRAINING_STATE, durable=False)
-    manager.wait_until_saved()
+    save(manager, 20)
     assert "the state of step 20 cannot be kept in memory" in capsys.readouterr().err
 
 
@@ -229,10 +215,8 @@ def test_a_state_without_a_marker_is_overwritten_first(tmp_path: Path, monkeypat
     replace = Path.replace
     for step, full in ((10, False), (20, False), (30, True), (40, True)):
         monkeypatch.setattr(Path, "replace", no_space if full else replace)
-        manager.save(step, TRAINING_STATE, durable=False)
-        manager.wait_until_saved()
-    headers = [slot.header for slot in find_staged_slots(tmp_path / "z2a-key-0")]
-    assert {header.step for header in headers if header.hash is not None} == {20}
+        save(manager, step)
+    assert committed_steps(tmp_path / "z2a-key-0") == {20}
 
 
 # GPU code, with a fake

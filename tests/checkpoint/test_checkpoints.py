@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +12,18 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, losses
+from tests.checkpoint.helpers import TRAINING_STATE, CrashError, crash_at, crashed, flip_a_bit, losses, save
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.records import parse_record
 from zero2all.checkpoint import (
     CheckpointedModel,
     CheckpointManager,
     CheckpointPlaces,
     CheckpointStore,
     RankGroup,
-    run_lock,
 )
+from zero2all.checkpoint.checkpoint_directory import CheckpointHeader
 from zero2all.checkpoint.inspection import compare_checkpoints, list_checkpoints
 from zero2all.cli.main import app
 from zero2all.evals import evaluate_bpb
@@ -63,19 +60,16 @@ def test_the_newest_the_best_and_the_permanent_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_of_a_later_step_displaces_no_valid_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
     (tmp_path / "step-00000012").mkdir()
-    manager.save(8, TRAINING_STATE, durable=True)
-    manager.wait_until_saved()
+    save(manager, 8, durable=True)
     assert manager.checkpoints.newest_valid() == 8
 
 
 def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path / "run", tmp_path / "memory", keep=1)
     for step, durable in ((10, True), (15, False), (20, True)):
-        manager.save(step, TRAINING_STATE, durable=durable)
-        manager.wait_until_saved()
+        save(manager, step, durable=durable)
     assert manager.checkpoints.steps() == [20]
     found = manager.roll_back(18)
-    assert found is not None
     assert (found.step, found.location) == (15, "in memory")
     assert manager.checkpoints.steps() == [15]
     assert manager.checkpoints.problem(15) is None
@@ -84,8 +78,7 @@ def test_a_rollback_to_a_state_in_memory_leaves_a_durable_one(tmp_path: Path) ->
 
 def test_a_damaged_state_of_an_old_checkpoint_does_no_harm(tmp_path: Path) -> None:
     manager, _ = make_manager(tmp_path, keep=1)
-    manager.save(10, TRAINING_STATE, durable=True)
-    manager.wait_until_saved()
+    save(manager, 10, durable=True)
     state = manager.checkpoints.path(10) / "state.json"
     state.write_bytes(b"\xff" + state.read_bytes()[1:])
     (manager.checkpoints.path(10) / "manifest.json").write_text("{", encoding="utf-8")
@@ -162,26 +155,6 @@ def test_checkpoints_in_an_object_store(workspace: Path, tmp_path: Path, s3: str
         assert all(torch.equal(weight, expected[name]) for name, weight in trainer.job.model.model.state_dict().items())
 
 
-def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(workspace, f"out={tmp_path}")
-    code = "import sys, time; from zero2all.checkpoint import run_lock; from pathlib import Path\n"
-    code += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", code, str(recipe.run_dir)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        refused = pytest.raises(UsageError, match=f"another trainer works in .* \\(process {holder.pid} on ")
-        with refused, run_lock(recipe.run_dir, patience=0.2):
-            pass
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
-        with run_lock(recipe.run_dir, patience=0.2):
-            pass
-    finally:
-        holder.kill()
-        holder.wait()
-
-
 @pytest.fixture(scope="module")
 def kept(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Run]:
     out = tmp_path_factory.mktemp("kept")
@@ -227,9 +200,7 @@ def test_verify_names_the_damaged_file_and_rm_spares_the_last_valid_one(kept: tu
     _, run = kept
     assert z2a("verify", run.directory)[0] == 0
     shard = next(run.checkpoints.path(8).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 16
-    shard.write_bytes(data)
+    flip_a_bit(shard)
     code, answer = z2a("verify", run.directory)
     assert code == 1
     assert f"{run.checkpoints.path(8)}: {shard.name} does not match its checksum" in str(answer["error"])
@@ -239,3 +210,9 @@ def test_verify_names_the_damaged_file_and_rm_spares_the_last_valid_one(kept: tu
     assert z2a("rm", run.directory, 8)[0] == 0
     assert z2a("rm", run.directory, 4, "--force")[0] == 0
     assert run.checkpoints.steps() == []
+
+
+def test_a_header_needs_no_key_and_ignores_unknown_ones() -> None:
+    assert parse_record(CheckpointHeader, {"step": 1, "new": {}}, "state.json") == CheckpointHeader()
+    with pytest.raises(Z2aError, match="lineage"):
+        parse_record(CheckpointHeader, {"lineage": []}, "state.json")

@@ -9,11 +9,12 @@ import shutil
 import signal
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import TRAINING_STATE, crashed, flip_a_bit, losses, tiny_manager
+from tests.checkpoint.helpers import TRAINING_STATE, crashed, flip_a_bit, losses, save, tiny_manager
 from tests.conftest import tiny_recipe
 from tests.processes import run_preloaded
 from zero2all.base.errors import Interrupted
@@ -141,23 +142,22 @@ def committed_marker(recipe: Recipe, step: int) -> Path:
     raise AssertionError(f"the state of step {step} was not committed")
 
 
-@pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "no marker", "torn marker"])
+DAMAGE: dict[str, Callable[[Path], object]] = {  # of the data, or of its marker
+    "bit": flip_a_bit,
+    "truncated": lambda data: os.truncate(data, data.stat().st_size - 4096),
+    "missing": Path.unlink,
+    "no marker": Path.unlink,
+    "torn marker": lambda marker: marker.write_text('{"step": 6, "ti'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_state_is_skipped(
     damage: str, recipe: Recipe, uninterrupted: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crashed(recipe, 7)  # slots of steps 3 and 6
     marker = committed_marker(recipe, 6)
-    data = marker.with_suffix(".bin")
-    if damage == "bit":
-        flip_a_bit(data)
-    elif damage == "truncated":
-        os.truncate(data, data.stat().st_size - 4096)
-    elif damage == "missing":
-        data.unlink()
-    elif damage == "no marker":
-        marker.unlink()
-    else:
-        marker.write_text('{"step": 6, "ti')
+    DAMAGE[damage](marker if "marker" in damage else marker.with_suffix(".bin"))
     assert train(recipe).resumed_at == 3
     if "marker" not in damage:
         assert "state of step 6 in memory" in " ".join(capsys.readouterr().err.split())
@@ -274,11 +274,8 @@ def test_states_that_others_could_have_written_are_neither_restored_nor_touched(
 
     first = tiny_manager(tmp_path, directory)
     first.begin_history(None)
-    first.save(10, TRAINING_STATE, durable=False)
-    first.wait_until_saved()
-    again = tiny_manager(tmp_path, directory).find_restore_point()
-    assert again is not None
-    assert again.step == 10
+    save(first, 10)
+    assert tiny_manager(tmp_path, directory).find_restore_point().step == 10
     with monkeypatch.context() as patch:
         tamper(how, directory, patch)
         manager = tiny_manager(tmp_path, directory)

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from typer.testing import CliRunner
 
 import zero2all.checkpoint.dcp_reader as reader
+from tests.adversarial.payload import Payload
 from tests.checkpoint.helpers import TRAINING_STATE
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import Z2aError
@@ -29,19 +30,9 @@ from zero2all.checkpoint.state_dict import training_state_dict
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 from zero2all.cli.main import app
 from zero2all.recipe import Recipe
-from zero2all.train import Run, train
+from zero2all.train import train
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-class Payload:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self.mark), "w")
 
 
 def resign(step: Path) -> None:
@@ -102,15 +93,13 @@ COMMANDS = {
     "export": ["export", "RUN", "--to", "RUN/hf"],
     "blame": ["blame", "RUN", "--step", "7"],
 }
+VERIFY = ["ckpt", "verify", "RUN", "8"]
 
 
 def z2a(words: list[str], run: Path) -> tuple[int, str]:
 
     done = CliRunner().invoke(app, [*(word.replace("RUN", str(run)) for word in words), "--json"])
     return done.exit_code, json.loads(done.stdout).get("error", "")
-
-
-VERIFY = ["ckpt", "verify", "RUN", "8"]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "verify"])
@@ -124,7 +113,7 @@ def test_no_command_runs_what_a_checkpoint_brings(name: str, run: Path, tmp_path
     assert not (tmp_path / "mark").exists()
     assert code == 1
     assert "/.metadata contains" in error
-    assert "io.open" in error  # the refused type
+    assert ".mkdir" in error  # the refused type
     assert "\n" not in error
 
 
@@ -197,13 +186,19 @@ def test_what_we_read_is_what_dcp_reads(tmp_path: Path) -> None:
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, entry in ours.state_dict_metadata.items():
         other = theirs.state_dict_metadata[name]
-        assert isinstance(other, TensorStorageMetadata), name
-        assert isinstance(entry, TensorStorageMetadata), name
         assert (entry.size, entry.chunks) == (other.size, other.chunks), name
         # torch 2.15 also writes strides; a checkpoint of 2.13 has none, so they are not read.
         assert vars(entry.properties) | {"strides": None} == vars(other.properties) | {"strides": None}, name
     assert ours.storage_data == theirs.storage_data
     assert ours.version == theirs.version
+
+
+def read_instead(metadata: bytes, directory: Path, match: str = "") -> None:
+    """Reading these metadata of a checkpoint fails."""
+    checkpoints = make_checkpoint(directory)
+    (checkpoints.path(1) / ".metadata").write_bytes(metadata)
+    with pytest.raises(Z2aError, match=match):
+        checkpoints.reader(1).read_metadata()
 
 
 @pytest.mark.parametrize(
@@ -221,40 +216,36 @@ def test_what_we_read_is_what_dcp_reads(tmp_path: Path) -> None:
     ],
 )
 def test_every_other_name_is_refused_by_its_name(hostile: bytes, tmp_path: Path) -> None:
-    checkpoints = make_checkpoint(tmp_path)
-    (checkpoints.path(1) / ".metadata").write_bytes(hostile)
     module, name = (hostile[1:].split(b"\n")[:2]) if hostile[:1] == b"c" else (b"builtins", b"exec")
-    with pytest.raises(Z2aError, match=f"{module.decode()}.{name.decode()}"):
-        checkpoints.reader(1).read_metadata()
+    read_instead(hostile, tmp_path, f"{module.decode()}.{name.decode()}")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04", b"N.", b"]\x94.", b"not a pickle", b"(lp0\n.", b"cNone\n\n."])
 def test_damaged_metadata_is_one_line_that_names_it(damage: bytes, tmp_path: Path) -> None:
-    checkpoints = make_checkpoint(tmp_path)
-    (checkpoints.path(1) / ".metadata").write_bytes(damage)
-    with pytest.raises(Z2aError, match=r"step-00000001/\.metadata"):
-        checkpoints.reader(1).read_metadata()
+    read_instead(damage, tmp_path, r"step-00000001/\.metadata")
 
 
-NESTED = {
-    "_get_layout": b"ctorch.serialization\n_get_layout\n",
-    "_MEM_FORMAT_ENCODING": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n",
-    "Size": b"ctorch\nSize\n",
-}
+def test_a_pickle_cannot_change_the_classes_it_may_name(tmp_path: Path) -> None:
+    """The opcode BUILD sets attributes of whatever is on the stack, a class too."""
+    read_instead(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'version'\nS'hostile'\nstb.", tmp_path)
+    assert torch.distributed.checkpoint.metadata.Metadata.version is None
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_a_few_bytes_of_metadata_do_not_keep_a_reader_busy(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"torch.serialization\n_get_layout",
+        b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING",
+        b"torch\nSize",
+    ],
+)
+def test_a_few_bytes_of_metadata_do_not_keep_a_reader_busy(name: bytes, tmp_path: Path) -> None:
     """A tuple that holds the one before twice: to print it takes twice as long per level."""
-    checkpoints = make_checkpoint(tmp_path)
     # What comes of the call is dropped; the last tuple stays, so an error that prints it would take as long.
     nested = b"))" + b"".join(b"q\x000h\x00h\x00\x86" for _ in range(22)) + b"q\x01"
-    hostile = b"\x80\x02" + nested + b"0" + NESTED[name] + b"h\x01\x85R" + b"."
-    (checkpoints.path(1) / ".metadata").write_bytes(hostile)
     tracemalloc.start()
     try:
-        with pytest.raises(Z2aError, match="is damaged"):
-            checkpoints.reader(1).read_metadata()
+        read_instead(b"\x80\x02" + nested + b"0c" + name + b"\nh\x01\x85R.", tmp_path, "is damaged")
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
@@ -294,16 +285,6 @@ def test_no_error_prints_what_a_checkpoint_holds(place: str, tmp_path: Path) -> 
     assert Counted.seen == 0
 
 
-def test_a_pickle_cannot_change_the_classes_it_may_name(tmp_path: Path) -> None:
-    """The opcode BUILD sets attributes of whatever is on the stack, a class too."""
-    checkpoints = make_checkpoint(tmp_path)
-    name = "ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    (checkpoints.path(1) / ".metadata").write_bytes(f"{name}(N(dS'version'\nS'hostile'\nstb.".encode())
-    with pytest.raises(Z2aError):
-        checkpoints.reader(1).read_metadata()
-    assert torch.distributed.checkpoint.metadata.Metadata.version is None
-
-
 def test_a_weight_is_read_from_the_checkpoint_only(tmp_path: Path) -> None:
     checkpoints = make_checkpoint(tmp_path)
 
@@ -330,7 +311,3 @@ def test_in_an_object_store_too(s3: str, tmp_path: Path) -> None:
     with pytest.raises(Z2aError, match=r"\.metadata.*types.SimpleNamespace"):
         checkpoints.load_model(1, found)
     assert not (tmp_path / "mark").exists()
-
-
-def test_a_run_still_loads(trained: Recipe) -> None:
-    assert Run.open(trained.run_dir).load_model(8).config.hidden_size == 32

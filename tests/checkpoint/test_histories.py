@@ -4,73 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import TRAINING_STATE, tiny_manager, weight_of
-from tests.checkpoint.threads import Rank0Store, run_threads
+from tests.checkpoint.helpers import TRAINING_STATE, resume, save, weight_of
+from tests.checkpoint.threads import Start, ThreadCluster, run_threads
 from zero2all.base.io import sha256_file
-from zero2all.checkpoint import CheckpointManager, RankGroup
-
-KEY = "z2a-key-0"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What one rank restored at a start."""
-
-    step: int
-    where: str
-    weight: float
-
-
-class Cluster:
-    """A run on nodes with their own memory and one shared disk. ``weight`` tells histories apart."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        (root / "run").mkdir()
-
-    def memory(self, node: str) -> Path:
-        (self.root / f"shm-{node}").mkdir(exist_ok=True)
-        return self.root / f"shm-{node}" / KEY
-
-    def checkpoints(self) -> Rank0Store:
-        return Rank0Store(self.root / "run" / "checkpoints", keep=2)
-
-    def start(self, nodes: str, flash: list[int], durable: tuple[int, ...] = (), weight: float = 0.0) -> list[Start]:
-        """One rank on each node: restore, train to the given steps, and be killed."""
-
-        def rank(rank_group: RankGroup) -> Start:
-            manager = self.manager(rank_group, nodes)
-            found = manager.find_restore_point()
-            if found is None:
-                manager.begin_history(None)
-                at = Start(0, "from scratch", 0.0)
-            else:
-                manager.load(found)
-                at = Start(found.step, found.location, weight_of(manager)[0, 0].item())
-            for step in sorted({*flash, *durable}):
-                weight_of(manager).fill_(weight)
-                manager.save(step, TRAINING_STATE, durable=step in durable)
-                manager.wait_until_saved()
-            return at
-
-        return run_threads(len(nodes), rank)
-
-    def manager(self, rank_group: RankGroup, nodes: str) -> CheckpointManager:
-        directory = self.memory(nodes[rank_group.rank])
-        return tiny_manager(self.root / "run", directory, rank_group, self.checkpoints())
+from zero2all.checkpoint import RankGroup
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path: Path) -> ThreadCluster:
+    return ThreadCluster(tmp_path)
 
 
-def test_another_node_meanwhile_and_the_first_two_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_node_meanwhile_and_the_first_two_again(
+    cluster: ThreadCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     assert cluster.start("AC", [980, 990], weight=2.0) == [Start(900, "on durable storage", 1.0)] * 2
     assert cluster.start("AB", [910]) == [Start(900, "on durable storage", 1.0)] * 2
@@ -80,39 +32,39 @@ def test_another_node_meanwhile_and_the_first_two_again(cluster: Cluster, capsys
     assert "of an abandoned history" in said
 
 
-def test_two_nodes_then_one_then_two(cluster: Cluster) -> None:
+def test_two_nodes_then_one_then_two(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     assert cluster.start("A", [990, 1000], weight=2.0) == [Start(900, "on durable storage", 1.0)]
     assert cluster.start("AB", [910]) == [Start(900, "on durable storage", 1.0)] * 2
 
 
-def test_one_node_reads_the_memory_of_its_own_history_with_another_world_size(cluster: Cluster) -> None:
+def test_one_node_reads_the_memory_of_its_own_history_with_another_world_size(cluster: ThreadCluster) -> None:
     """Two ranks that share a memory, then one: their slots are one state, and it is resharded."""
     cluster.start("AA", [990, 1000], durable=(900,), weight=1.0)
     assert cluster.start("A", [1010], weight=2.0) == [Start(1000, "in memory", 1.0)]
 
 
-def test_all_nodes_of_an_abandoned_history_come_back(cluster: Cluster) -> None:
+def test_all_nodes_of_an_abandoned_history_come_back(cluster: ThreadCluster) -> None:
     """Every rank holds the same state of the same history, and it is still not the run's."""
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     assert cluster.start("CD", [910], durable=(950,), weight=2.0) == [Start(900, "on durable storage", 1.0)] * 2
     assert cluster.start("AB", [960]) == [Start(950, "on durable storage", 2.0)] * 2
 
 
-def test_all_nodes_of_an_abandoned_history_come_back_before_the_new_one_is_durable(cluster: Cluster) -> None:
+def test_all_nodes_of_an_abandoned_history_come_back_before_the_new_one_is_durable(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     cluster.start("CD", [910, 920], weight=2.0)
     assert cluster.start("AB", []) == [Start(900, "on durable storage", 1.0)] * 2
 
 
-def test_the_nodes_of_the_newest_history_restore_it_from_memory(cluster: Cluster) -> None:
+def test_the_nodes_of_the_newest_history_restore_it_from_memory(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     cluster.start("AC", [980, 990], weight=2.0)
     assert cluster.start("AC", [], weight=3.0) == [Start(990, "in memory", 2.0)] * 2
     assert cluster.start("AC", [], weight=3.0) == [Start(990, "in memory", 2.0)] * 2
 
 
-def test_a_node_is_drained_for_a_day(cluster: Cluster) -> None:
+def test_a_node_is_drained_for_a_day(cluster: ThreadCluster) -> None:
     """Its states are older and newer than what the others have, of a history from before many others."""
     cluster.start("AB", [890, 1000], durable=(800,), weight=1.0)
     for number, step in enumerate((810, 830, 850, 900, 980)):
@@ -120,7 +72,7 @@ def test_a_node_is_drained_for_a_day(cluster: Cluster) -> None:
     assert cluster.start("AB", [990]) == [Start(980, "on durable storage", 6.0)] * 2
 
 
-def test_the_history_file_of_the_run_is_lost(cluster: Cluster) -> None:
+def test_the_history_file_of_the_run_is_lost(cluster: ThreadCluster) -> None:
     """Then the newest durable checkpoint determines the current history."""
     cluster.start("AB", [990, 1000], durable=(900,), weight=1.0)
     cluster.start("CD", [910], durable=(950,), weight=2.0)
@@ -128,20 +80,16 @@ def test_the_history_file_of_the_run_is_lost(cluster: Cluster) -> None:
     assert cluster.start("AB", []) == [Start(950, "on durable storage", 2.0)] * 2
 
 
-def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
+def test_a_rollback_abandons_what_came_after_it(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990], durable=(900,), weight=1.0)
     shutil.copytree(cluster.memory("B"), cluster.root / "B of before")
 
     def rank(rank_group: RankGroup) -> None:
         manager = cluster.manager(rank_group, "AB")
-        found = manager.find_restore_point()
-        assert found is not None
-        manager.load(found)
+        resume(manager)
         before = manager.history.lineage
-        manager.save(1000, TRAINING_STATE, durable=False)
-        manager.wait_until_saved()
+        save(manager, 1000)
         back = manager.roll_back(995)
-        assert back is not None
         assert back.step == 990
         assert manager.history.lineage[:-1] == before[:-1]
         assert manager.history.lineage[-1] != before[-1]
@@ -157,9 +105,9 @@ def test_a_rollback_abandons_what_came_after_it(cluster: Cluster) -> None:
     assert cluster.start("AB", [])[0].step < 1000
 
 
-def test_checkpoints_from_before_histories_are_restored(cluster: Cluster) -> None:
+def test_checkpoints_from_before_histories_are_restored(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990], durable=(900,), weight=1.0)
-    checkpoint = cluster.checkpoints().path(900)
+    checkpoint = cluster.checkpoints.path(900)
     strip(checkpoint / "state.json")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["state.json"] = sha256_file(checkpoint / "state.json")
@@ -177,7 +125,7 @@ def strip(path: Path) -> None:
     path.write_text(json.dumps(values))
 
 
-def test_the_decision_is_kept_in_the_run_directory(cluster: Cluster) -> None:
+def test_the_decision_is_kept_in_the_run_directory(cluster: ThreadCluster) -> None:
     cluster.start("AB", [990], durable=(900,), weight=1.0)
     cluster.start("AC", [])
     restored = json.loads((cluster.root / "run" / "history.json").read_text())["restored"]

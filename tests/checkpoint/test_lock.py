@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,13 +17,40 @@ import zero2all.base.directory_lock as lock
 from zero2all.base.errors import UsageError
 from zero2all.checkpoint import run_lock
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from zero2all.base.directory_lock import LockUser, lock_directory  # as run_lock does, which imports torch
+with lock_directory(Path(sys.argv[1]), LockUser("trainer", Path(sys.argv[1]), ""), 5.0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_trainers_in_one_run_are_refused_and_a_dead_one_is_not(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        refused = pytest.raises(UsageError, match=f"another trainer works in .* \\(process {holder.pid} on ")
+        with refused, run_lock(tmp_path, patience=0.2):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with run_lock(tmp_path, patience=0.2):
+        pass
+
+
+def refuse_flock(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
 def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    refuse_flock(request.param, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_flock")
@@ -40,20 +68,18 @@ def test_without_file_locks_an_exclusive_file_is_used(tmp_path: Path, capsys: py
     assert not (tmp_path / "lock.held").exists()
 
 
-@pytest.mark.usefixtures("no_flock")
-def test_a_dead_holder_of_this_host_does_not_keep_the_run(tmp_path: Path) -> None:
+def dead_process() -> int:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    holder = {"pid": gone.pid, "host": "here", "host_id": lock.host_id()}
+    return gone.pid
+
+
+@pytest.mark.usefixtures("no_flock")
+@pytest.mark.parametrize("pid", [None, 10**20], ids=["ended", "impossible"])
+def test_a_dead_holder_of_this_host_does_not_keep_the_run(pid: int | None, tmp_path: Path) -> None:
+    holder = {"pid": pid or dead_process(), "host": "here", "host_id": lock.host_id()}
     (tmp_path / "lock.held").write_text(json.dumps(holder))
-    with run_lock(tmp_path, patience=1):
-        pass
-
-
-@pytest.mark.parametrize("no_flock", [errno.ENOSYS], indirect=True)
-def test_an_impossible_process_id_in_the_file_is_a_dead_holder(tmp_path: Path, no_flock: None) -> None:
-    (tmp_path / "lock.held").write_text(json.dumps({"pid": 10**20, "host": "here", "host_id": lock.host_id()}))
-    with run_lock(tmp_path, patience=60):
+    with run_lock(tmp_path, patience=1 if pid is None else 60):
         pass
 
 
@@ -61,10 +87,8 @@ def test_an_impossible_process_id_in_the_file_is_a_dead_holder(tmp_path: Path, n
 def test_a_holder_on_another_host_is_judged_by_its_heartbeats(
     tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
     monkeypatch.setattr(lock, "STALE_AFTER", 1.5)
-    (tmp_path / "lock.held").write_text(json.dumps({"pid": gone.pid, "host": "there", "host_id": "0badcafe"}))
+    (tmp_path / "lock.held").write_text(json.dumps({"pid": dead_process(), "host": "there", "host_id": "0badcafe"}))
     stop = threading.Event()
 
     def heartbeat() -> None:
@@ -90,19 +114,13 @@ def test_a_holder_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen = threading.Event()
     monkeypatch.setattr(lock.os, "utime", lambda path: seen.set())
 
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    refuse_flock(errno.ENOSYS, monkeypatch)
     with run_lock(tmp_path):
         assert seen.wait(60)
 
 
 def test_other_errors_of_a_lock_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    refuse_flock(errno.EIO, monkeypatch)
     with pytest.raises(OSError, match="Input/output error"), run_lock(tmp_path):
         pass
 

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +38,11 @@ def test_packed_parts_are_unpacked_unchanged(parts: dict[int, bytes]) -> None:
     assert unpack(pack(parts)) == parts
 
 
+def in_threads(ranks: int, main: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(main, range(ranks), timeout=120))
+
+
 @pytest.mark.parametrize(("world_size", "fan_out"), [(2, 1), (2, 32), (7, 2), (13, 3), (9, 8)])
 def test_every_shape_of_tree_gathers_and_broadcasts(world_size: int, fan_out: int) -> None:
     """As threads of one process. Sizes that fill no level, payloads of every length and none."""
@@ -49,11 +56,7 @@ def test_every_shape_of_tree_gathers_and_broadcasts(world_size: int, fan_out: in
         own = tree.scatter({other: bytes([other]) * other for other in range(world_size)} if rank == 0 else {})
         found[rank] = (gathered, own, shared, tree.broadcast(b""))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(world_size, rank_main)
     assert sorted(found[0][0]) == sorted(b"".join(bytes([rank]) * rank for rank in range(world_size)))
     for rank in range(world_size):
         assert found[rank][1:] == (bytes([rank]) * rank, b"from the first", b"")
@@ -80,11 +83,7 @@ def test_a_slow_child_delays_no_other() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tree, "receive_from_any", receive)
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(4, rank_main)
     assert seen[-1] == 1
 
 
@@ -103,7 +102,6 @@ def call_as_a_restart_does(group: RankGroup) -> None:
     slot = SlotReport(group.rank, group.world_size, 7, LINEAGE, "layout")
     finder = RestorePointFinder(None, None, None, None, group)  # type: ignore[arg-type]
     decision, _ = finder._decide(RankReport((slot,), "layout"), [], None, math.inf)
-    assert decision.chosen is not None
     assert decision.chosen.sources == ((slot,),)
 
 
@@ -117,11 +115,7 @@ def test_ranks_receive_what_they_need_and_no_more() -> None:
         group._tree = RankTree(store, rank, ranks, timedelta(seconds=120))
         call_as_a_restart_does(group)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    in_threads(ranks, rank_main)
     trees = [groups[rank]._tree for rank in range(ranks)]
     received = [tree.received_bytes for tree in trees if tree is not None]
     keys = KEY_DTYPE.itemsize * SHARDS

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,14 @@ def sender(address: Address, secret: bytes = SECRET, rate: float | None = None) 
     return ReplicaSender(0, 2, [address], secret, RateLimit(rate), sent.append), sent
 
 
+def offered(out: ReplicaSender, slots: Slots, step: int) -> Slot:
+    """A state that was offered, and sent if that is possible."""
+    slot = committed(slots, step)
+    out.offer(slot)
+    assert out.wait(30)
+    return slot
+
+
 def steps_held(place: Path) -> list[int]:
     return sorted(slot.header.step for slot in find_staged_slots(place) if slot.problem() is None)
 
@@ -79,9 +88,7 @@ def steps_held(place: Path) -> list[int]:
 def test_a_committed_state_arrives_and_is_equal(server: ReplicaServer, slots: Slots, tmp_path: Path) -> None:
     out, sent = sender(server.address)
     for step in (10, 20, 30):
-        slot = committed(slots, step)
-        out.offer(slot)
-        assert out.wait(30)
+        slot = offered(out, slots, step)
     assert [(replica.step, replica.lag) for replica in sent] == [(10, 0), (20, 0), (30, 0)]
     assert sent[0].bytes > SIZE
     assert steps_held(tmp_path / "there") == [20, 30], "two slots, and the older one was overwritten"
@@ -103,8 +110,7 @@ def test_a_peer_with_another_secret_gets_and_leaves_nothing(
     server: ReplicaServer, slots: Slots, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, sent = sender(server.address, secret=b"wrong horse battery staple")
-    out.offer(committed(slots, 10))
-    assert out.wait(30)
+    offered(out, slots, 10)
     assert sent == []
     assert "another job secret" in capsys.readouterr().err
     with pytest.raises(TamperedError, match="another job secret"):
@@ -112,18 +118,28 @@ def test_a_peer_with_another_secret_gets_and_leaves_nothing(
     assert steps_held(tmp_path / "there") == []
 
 
+def layout_of(slot: Slot) -> bytes:
+    return slot.path.with_name("layout.json").read_bytes()
+
+
 def store(slot: Slot, **changes: Any) -> ReplicaRequest:
-    assert slot.path is not None
-    layout = slot.path.with_name("layout.json").read_bytes()
-    request = ReplicaRequest("store", 0, 2, 10, "a", len(layout), slot.data.numel(), slot.header)
+    request = ReplicaRequest("store", 0, 2, 10, "a", len(layout_of(slot)), slot.data.numel(), slot.header)
     return replace(request, **changes)
+
+
+@contextmanager
+def storing(server: ReplicaServer, slot: Slot) -> Iterator[Connection]:
+    """A peer that may send a state."""
+    with connect_peer(server.address, SECRET) as peer:
+        peer.send(store(slot))
+        assert peer.receive(Reply).problem is None
+        yield peer
 
 
 def refused(server: ReplicaServer, request: ReplicaRequest) -> str:
     with connect_peer(server.address, SECRET) as peer:
         peer.send(request)
         reply = peer.receive(Reply)
-        assert reply.problem is not None
         return reply.problem
 
 
@@ -155,9 +171,7 @@ def test_a_state_that_does_not_match_its_checksum_or_layout_is_rejected(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
     slot = committed(slots, 10)
-    assert slot.path is not None
-    assert slot.header is not None
-    layout = slot.path.with_name("layout.json").read_bytes()
+    layout = layout_of(slot)
     flipped = slot.data.clone()
     flipped[12345] ^= 1
     with connect_peer(server.address, SECRET) as peer:
@@ -184,9 +198,8 @@ def test_a_rank_that_reconnects_is_served_before_its_lost_connection_is_seen(
 
     monkeypatch.setattr(replica_server, "receive_state", receive_slowly)
     slot = committed(slots, 10)
-    with connect_peer(server.address, SECRET) as peer:
-        peer.send(store(slot))
-        assert peer.receive(Reply).problem is None
+    with storing(server, slot):
+        pass
     with connect_peer(server.address, SECRET) as peer:
         peer.send(store(slot))
         threading.Timer(0.2, reconnected.set).start()
@@ -197,20 +210,16 @@ def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
     server: ReplicaServer, slots: Slots, tmp_path: Path
 ) -> None:
     slot = committed(slots, 10)
-    with connect_peer(server.address, SECRET) as peer:  # cut short
-        peer.send(store(slot))
-        assert peer.receive(Reply).problem is None
+    with storing(server, slot):  # cut short
+        pass
     with connect_peer(server.address, SECRET) as peer:  # forged
         frame = bytearray(peer.session.seal(asdict(store(slot))))
         frame[-1] ^= 1
         peer.socket.sendall(frame)
         with pytest.raises(OSError, match="closed"):
             peer.receive(Reply)
-    with connect_peer(server.address, SECRET) as peer:  # a block of the layout, twice
-        assert slot.path is not None
-        layout = slot.path.with_name("layout.json").read_bytes()
-        peer.send(store(slot, layout_bytes=len(layout)))
-        assert peer.receive(Reply).problem is None
+    with storing(server, slot) as peer:  # a block of the layout, twice
+        layout = layout_of(slot)
         frame_bytes = peer.session.frame_head(layout) + layout
         peer.socket.sendall(frame_bytes + frame_bytes)
         with pytest.raises(OSError, match=r"closed|reset"):
@@ -224,8 +233,7 @@ def test_frames_that_are_cut_short_forged_or_replayed_end_the_connection(
         assert receive_exactly(stranger, GREETING_BYTES + 1)[-1:] == REFUSED
     assert steps_held(tmp_path / "there") == []
     out, sent = sender(server.address)
-    out.offer(committed(slots, 20))
-    assert out.wait(30)
+    offered(out, slots, 20)
     assert [replica.step for replica in sent] == [20], "and it still serves its peers"
 
 
@@ -282,8 +290,7 @@ def test_the_next_state_is_received_as_soon_as_one_is_confirmed(
         server._held[key] = (place, SlowLock())  # type: ignore[assignment]
     out, sent = sender(server.address)
     for step in (10, 20):
-        out.offer(committed(slots, step))
-        assert out.wait(30)
+        offered(out, slots, step)
     assert [replica.step for replica in sent] == [10, 20], capsys.readouterr().err
 
 
@@ -293,9 +300,7 @@ def test_states_of_an_abandoned_history_are_overwritten_first(slots: Slots, tmp_
     current: Lineage = (*LINE, Branch("c", 15))
     for step, lineage in ((10, LINE), (40, abandoned), (20, current), (30, current)):
         slot = committed(slots, step, lineage)
-        assert slot.path is not None
-        assert slot.header is not None
-        layout, data = slot.path.with_name("layout.json").read_bytes(), slot.data.numpy().data
+        layout, data = layout_of(slot), slot.data.numpy().data
 
         def fill(target: memoryview, data: memoryview = data) -> None:
             target[:] = data

@@ -78,7 +78,6 @@ class Job:
 
     def train(self, placement: list[str], step: int) -> None:
         draw = self.random
-        assert self.run_lineage is not None
         for number in range(draw.randint(0, 4)):
             step += 1
             if number == 0:  # what others left here is removed at the first save
@@ -98,7 +97,6 @@ class Job:
                 self.durable.append(Saved(step, self.run_lineage))
 
     def forget_abandoned(self, node: str) -> None:
-        assert self.run_lineage is not None
         for slots in self.memory[node].values():
             slots[:] = [slot for slot in slots if contains_state(self.run_lineage, slot.step, slot.lineage[-1].history)]
 
@@ -162,7 +160,6 @@ class Job:
     def check(self, placement: list[str], decision: RestoreDecision) -> None:
         chosen, world_size = decision.chosen, len(placement)
         for state in self.read(placement, chosen):
-            assert chosen is not None
             assert (state.step, state.lineage) == (chosen.step, chosen.lineage), "two states are combined"
             assert not state.corrupt
             assert not isinstance(state, Slot) or state.finished
@@ -182,7 +179,6 @@ class Job:
             assert chosen.step == max(alive), "not the newest"
             assert self.is_current(Saved(chosen.step, chosen.lineage)), "of an abandoned history"
         elif valid:
-            assert chosen is not None
             assert (chosen.tier, chosen.step) == ("durable", max(valid)), "better than nothing"
         else:
             assert chosen is None
@@ -242,7 +238,6 @@ def test_the_same_input_gives_the_same_decision_in_any_order() -> None:
     durable = [DurableReport("x", 900, LINE[:1]), DurableReport("y", 950, LINE)]
     one = decide_restore([RankReport(slots)], durable, LINE)
     assert one == decide_restore([RankReport(slots[::-1])], durable[::-1], LINE)
-    assert one.chosen is not None
     assert (one.chosen.step, one.chosen.tier, one.rejected) == (990, "memory", ())
 
 
@@ -256,7 +251,6 @@ def test_a_decision_says_what_was_rejected_and_why() -> None:
         DurableReport("old", 900, UNKNOWN_LINEAGE),
     ]
     found = decide_restore(ranks, [*durable, DurableReport("dir/step-900", 900, LINE[:1])], LINE)
-    assert found.chosen is not None
     assert (found.chosen.step, found.chosen.history) == (900, "a")
     said = [str(rejected) for rejected in found.rejected]
     assert said[:3] == [
@@ -275,12 +269,10 @@ def test_a_thousand_ranks_without_a_state_are_not_all_named() -> None:
 
 def test_what_was_saved_under_no_history_is_used_only_from_durable_storage() -> None:
     found = decide_restore([RankReport()], [DurableReport("x", 900, UNKNOWN_LINEAGE)], None)
-    assert found.chosen is not None
     assert (found.chosen.step, found.chosen.tier) == (900, "durable")
     after = extend_lineage(UNKNOWN_LINEAGE, 900, "b")
     slots = RankReport((SlotReport(0, 1, 910, after, ""),))
     again = decide_restore([slots], [DurableReport("x", 900, UNKNOWN_LINEAGE)], after)
-    assert again.chosen is not None
     assert again.chosen.step == 910
 
 
@@ -289,7 +281,6 @@ def test_a_slot_of_another_layout_needs_the_parts_of_all_ranks() -> None:
     apart = decide_restore([RankReport((own[0],)), RankReport((own[1],))], [], LINE)
     assert apart.chosen is None
     both = decide_restore([RankReport(tuple(own))] * 2, [], LINE)
-    assert both.chosen is not None
     assert both.chosen.sources == (tuple(own), tuple(own))
     assert "resharded" in both.reason
     torn = RankReport((own[0], replace(own[1], problem="was not finished")))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zero2all.checkpoint.integrity as integrity
-from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit
+from tests.checkpoint.helpers import TRAINING_STATE, failing, flip_a_bit
 from tests.checkpoint.threads import run_threads
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import UsageError, Z2aError
@@ -45,19 +45,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "RETRY_DELAYS", (0.0, 0.0))
 
 
-def unreadable(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 10**9, code: int = errno.EIO) -> None:
-    """Reading the files of one checkpoint fails ``times`` times."""
-    opened, left = integrity.sha256_file, [times]
-
-    def failing(path: Path) -> str:
-        if path.parent.name == f"step-{step:08}" and left[0] > 0:
-            left[0] -= 1
-            raise OSError(code, os.strerror(code), str(path))
-        return opened(path)
-
-    monkeypatch.setattr(integrity, "sha256_file", failing)
-
-
 def test_damaged_checkpoints_do_not_displace_valid_ones(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, keep=2), 100, 200, 300)
     damage(CheckpointStore(tmp_path), 300)
@@ -81,7 +68,7 @@ def test_an_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: py
     write(CheckpointStore(tmp_path, keep=3), 100, 200, 300)
     checkpoints = CheckpointStore(tmp_path, keep=2)
     with monkeypatch.context() as patch:
-        unreadable(patch, 300)
+        patch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, 300))
         assert checkpoints.verify(300).kind == "unreadable"
         assert "cannot be read" in str(checkpoints.problem(300))
         assert checkpoints.newest_valid() == 200
@@ -143,7 +130,7 @@ def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, m
     write(CheckpointStore(tmp_path, keep=3), 100, 200)
     checkpoints = CheckpointStore(tmp_path, keep=2)
     damage(checkpoints, 200)
-    unreadable(monkeypatch, 100)
+    monkeypatch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, 100))
     write(checkpoints, 300)
     assert checkpoints.steps() == [100, 200, 300]
     write(checkpoints, 400)
@@ -154,7 +141,7 @@ def test_nothing_is_removed_before_enough_valid_ones_are_there(tmp_path: Path, m
 def test_a_transient_error_is_retried(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = CheckpointStore(tmp_path)
     write(checkpoints, 1)
-    unreadable(monkeypatch, 1, times=2, code=code)
+    monkeypatch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, 1, times=2, code=code))
     assert checkpoints.newest_valid() == 1
 
 
@@ -171,14 +158,7 @@ def test_a_listing_that_fails_is_not_an_empty_one(tmp_path: Path, monkeypatch: p
 
 def test_an_unreadable_state_may_be_permanent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(checkpoints := CheckpointStore(tmp_path, keep=1), 100, permanent=True)
-    read_text = Path.read_text
-
-    def failing(path: Path, *args: Any, **kwargs: Any) -> str:
-        if path.name == "state.json" and path.parent.name == "step-00000100":
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return read_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", failing)
+    monkeypatch.setattr(Path, "read_text", failing(Path.read_text, 100, "state.json"))
     write(checkpoints, 200, 300)
     assert checkpoints.steps() == [100, 300]
 
@@ -255,18 +235,12 @@ def test_a_removal_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatch: p
     assert checkpoints.newest_valid() == 2
 
 
-def remote(s3: str) -> RemotePath:
-    path = to_path(f"{s3}/checkpoints")
-    assert isinstance(path, RemotePath)
-    return path
-
-
 @pytest.mark.slow
 def test_in_an_object_store_unfinished_checkpoints_are_removed(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    place, local = remote(s3), tmp_path / "file"
+    place, local = to_path(f"{s3}/checkpoints"), tmp_path / "file"
     checkpoints = CheckpointStore(place, keep=2)
     write(checkpoints, 1)
     local.write_bytes(b"x")
@@ -288,7 +262,6 @@ def test_a_half_removed_step_of_an_object_store_is_written_again(name: str, is_o
     """A run that rolls back writes it again; the removal was killed after the manifest."""
     pytest.importorskip("fsspec")
     place = to_path(f"memory://half-removed-{is_ours}/checkpoints")
-    assert isinstance(place, RemotePath)
     (tmp_path / "file").write_bytes(b"x")
     (place / "step-00000002" / name).put(tmp_path / "file")
     (place / "step-00000002" / "state.json").put(tmp_path / "file")
@@ -304,16 +277,16 @@ def test_a_half_removed_step_of_an_object_store_is_written_again(name: str, is_o
 
 @pytest.mark.slow
 def test_an_object_store_that_does_not_respond_costs_no_checkpoint(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = CheckpointStore(remote(s3), keep=1)
+    checkpoints = CheckpointStore(to_path(f"{s3}/checkpoints"), keep=1)
     write(checkpoints, 1)
     read_bytes = RemotePath.read_bytes
 
-    def failing(path: RemotePath, *args: Any, **kwargs: Any) -> bytes:
+    def no_manifest(path: RemotePath, *args: Any, **kwargs: Any) -> bytes:
         if path.name == "manifest.json":
             raise Z2aError(f"the store failed at {path}")
         return read_bytes(path, *args, **kwargs)
 
-    monkeypatch.setattr(RemotePath, "read_bytes", failing)
+    monkeypatch.setattr(RemotePath, "read_bytes", no_manifest)
     assert checkpoints.verify(1).kind == "unreadable"
     checkpoints.remove_leftovers()
     monkeypatch.undo()

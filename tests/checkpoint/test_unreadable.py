@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ import pytest
 
 import zero2all.checkpoint.integrity as integrity
 import zero2all.checkpoint.run_history as history_module
-from tests.checkpoint.helpers import TRAINING_STATE, flip_a_bit, tiny_manager
+from tests.checkpoint.helpers import failing, flip_a_bit, resume, save, tiny_manager
 from tests.checkpoint.threads import Rank0Store, run_threads
 from zero2all.base.errors import Z2aError
 from zero2all.checkpoint import CheckpointManager, CheckpointStore, DamagedStateError, RankGroup, checkpoint_directory
 from zero2all.checkpoint.checkpoint_directory import CheckpointDirectory, wait_until_readable
-from zero2all.checkpoint.restore import DurableReport, RestoreChoice, decide_restore
+from zero2all.checkpoint.restore import DurableReport, decide_restore
 from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, read_lineage
 
 
@@ -35,41 +34,26 @@ def make_manager(root: Path, rank_group: RankGroup) -> CheckpointManager:
 def trained(root: Path, *steps: int) -> None:
     manager = make_manager(root, RankGroup())
     manager.begin_history(None)
-    for step in steps:
-        manager.save(step, TRAINING_STATE, durable=True)
-        manager.wait_until_saved()
+    save(manager, *steps, durable=True)
 
 
 def load_newest(root: Path, rank_group: RankGroup) -> int | None:
     """The step that is loaded; checksums are computed meanwhile, so a damaged state is found at the end."""
     manager = make_manager(root, rank_group)
-    while (found := manager.find_restore_point()) is not None:
+    while True:
         with suppress(DamagedStateError):
-            manager.load(found)
-            return found.step
-    return None
+            return None if (found := resume(manager)) is None else found.step
 
 
 def restored(root: Path, world_size: int = 1) -> list[int | None]:
     return run_threads(world_size, lambda rank_group: load_newest(root, rank_group))
 
 
-def failing(function: Callable[[Path], Any], name: str, times: int) -> Callable[[Path], Any]:
-    """``function``, but files of the checkpoint of step 1000 called ``name`` fail this many times."""
-    left = [times]
-
-    def fail(path: Path) -> Any:
-        if (path.parent.name, path.name) == ("step-00001000", name) and left[0] > 0:
-            left[0] -= 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return function(path)
-
-    return fail
-
-
 def test_one_failed_read_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path, 900, 1000)
-    monkeypatch.setattr(checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, "state.json", 1))
+    monkeypatch.setattr(
+        checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, 1000, "state.json", 1)
+    )
     assert restored(tmp_path) == [1000]
 
 
@@ -78,7 +62,7 @@ def test_a_restart_does_not_fall_back_from_a_checkpoint_whose_state_is_unreadabl
 ) -> None:
     trained(tmp_path, 900, 1000)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, "state.json", 10**9))
+        patch.setattr(checkpoint_directory, "read_json", failing(checkpoint_directory.read_json, 1000, "state.json"))
         with pytest.raises(Z2aError, match="step-00001000 cannot be read"):
             restored(tmp_path)
     assert restored(tmp_path) == [1000]
@@ -97,7 +81,7 @@ def test_one_rank_that_cannot_read_its_share_ends_the_attempt_of_all(
         failures.append(str(caught.value))
 
     with monkeypatch.context() as patch:
-        patch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, shard, 10**9))
+        patch.setattr(integrity, "sha256_file", failing(integrity.sha256_file, 1000, shard))
         run_threads(3, rank)
     assert len(failures) == 3
     assert len(set(failures)) == 1
@@ -120,9 +104,7 @@ def damage(root: Path, step: int, name: str = "__0_0.distcp") -> None:
 def test_a_state_whose_checksum_is_wrong_is_not_read(tmp_path: Path) -> None:
     trained(tmp_path, 900, 1000)
     damage(tmp_path, 1000, "state.json")
-    found = make_manager(tmp_path, RankGroup()).find_restore_point()
-    assert found is not None
-    assert found.step == 900
+    assert make_manager(tmp_path, RankGroup()).find_restore_point().step == 900
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -173,7 +155,6 @@ def test_an_unreadable_checkpoint_matters_only_if_nothing_newer_is_valid() -> No
     lineage = UNKNOWN_LINEAGE
     unreadable = DurableReport("x", 900, None, ("it cannot be read",), unreadable=True)
     found = decide_restore([], [unreadable, DurableReport("y", 950, lineage)], lineage).chosen
-    assert isinstance(found, RestoreChoice)
     assert found.step == 950
     older = [DurableReport("y", 850, lineage), unreadable]
     with pytest.raises(Z2aError, match="x cannot be read"):
@@ -191,11 +172,7 @@ def test_a_failed_history_file_is_written_with_the_next_checkpoint(
 ) -> None:
     """History B began at 900 and is recorded; C began there too, and could not be recorded."""
     trained(tmp_path, 900)
-    later = make_manager(tmp_path, RankGroup())
-    found = later.find_restore_point()
-    assert found is not None
-    later.load(found)
-
+    resume(make_manager(tmp_path, RankGroup()))
     original, full = history_module.write_json, [True]
 
     def write_json(path: Path, value: Any) -> None:
@@ -207,15 +184,11 @@ def test_a_failed_history_file_is_written_with_the_next_checkpoint(
 
     def rank(rank_group: RankGroup) -> None:
         manager = make_manager(tmp_path, rank_group)
-        found = manager.find_restore_point()
-        assert found is not None
-        manager.load(found)
-        manager.save(950, TRAINING_STATE, durable=True)
-        manager.wait_until_saved()  # the checkpoint is worth more than the history file
+        resume(manager)
+        save(manager, 950, durable=True)  # the checkpoint is worth more than the history file
         rank_group.on_all_ranks(lambda: None)
         full[0] = False
-        manager.save(1000, TRAINING_STATE, durable=True)
-        manager.wait_until_saved()
+        save(manager, 1000, durable=True)
         assert read_lineage(tmp_path) == manager.history.lineage
 
     run_threads(2, rank)
@@ -236,10 +209,7 @@ def test_checkpoints_that_cannot_be_removed_after_a_rollback_do_not_end_the_run(
     monkeypatch.setattr(Rank0Store, "remove", remove)
 
     def rank(rank_group: RankGroup) -> None:
-        manager = make_manager(tmp_path, rank_group)
-        found = manager.roll_back(950)
-        assert found is not None
-        assert found.step == 900
+        assert make_manager(tmp_path, rank_group).roll_back(950).step == 900
 
     run_threads(2, rank)
     assert "checkpoints after step 900 cannot be removed" in " ".join(capsys.readouterr().err.split())

@@ -6,10 +6,19 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+from tests.checkpoint.helpers import resume, save, tiny_manager, weight_of
 from zero2all.base.errors import Z2aError
-from zero2all.checkpoint import CheckpointCallbacks, CheckpointStore, RankGroup, TrainingState
+from zero2all.checkpoint import (
+    CheckpointCallbacks,
+    CheckpointManager,
+    CheckpointStore,
+    RankGroup,
+    ReplicaOptions,
+    TrainingState,
+)
 from zero2all.checkpoint.training_state import Lineage
 
 T = TypeVar("T")
@@ -99,3 +108,52 @@ def run_threads(world_size: int, function: Callable[[RankGroup], T]) -> list[T]:
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(rank, range(world_size)))
+
+
+class Start(NamedTuple):
+    """What one rank restored at a start."""
+
+    step: int
+    where: str
+    weight: float
+
+
+class ThreadCluster:
+    """A run on nodes with their own memory and one shared disk, with a rank for each letter of ``nodes``."""
+
+    def __init__(self, root: Path, replicas: ReplicaOptions | None = None) -> None:
+        self.root, self.replicas = root, replicas
+        self.checkpoints = Rank0Store(root / "run" / "checkpoints", keep=2)
+        self.reasons: list[str] = []
+        (root / "run").mkdir(parents=True)
+
+    def memory(self, node: str) -> Path:
+        return self.root / f"shm-{node}" / "z2a-key-0"
+
+    def manager(self, rank_group: RankGroup, nodes: str) -> CheckpointManager:
+        memory = self.memory(nodes[rank_group.rank])
+        return tiny_manager(self.root / "run", memory, rank_group, self.checkpoints, self.replicas)
+
+    def start(
+        self, nodes: str, flash: Sequence[int], durable: Sequence[int] = (), weight: float | None = None
+    ) -> list[Start]:
+        """Restore, train to the given steps, and be killed. ``weight`` tells histories apart; without it each rank has
+        its own at each step, so that parts are told apart."""
+
+        def rank(rank_group: RankGroup) -> Start:
+            manager, at = self.manager(rank_group, nodes), Start(0, "from scratch", 0.0)
+            try:
+                if (found := resume(manager)) is not None:
+                    at = Start(found.step, found.location, weight_of(manager)[0, 0].item())
+                self.reasons.append(manager.decision.reason)
+                for step in sorted({*flash, *durable}):
+                    weight_of(manager).fill_(step + rank_group.rank / 8 if weight is None else weight)
+                    save(manager, step, durable=step in durable)
+                    assert manager.memory.replicas is None or manager.memory.replicas.wait(30)
+                rank_group.on_all_ranks(lambda: None)
+                return at
+            finally:
+                if manager.memory.replicas is not None:
+                    manager.memory.replicas.close()
+
+        return run_threads(len(nodes), rank)

@@ -226,7 +226,6 @@ def test_the_command_of_the_pods_runs_on_two_nodes(tmp_path: Path) -> None:
                                  stderr=subprocess.STDOUT, text=True)
             )  # fmt: skip
         waiting = running[0].stdout
-        assert waiting is not None
         assert "waiting up to 600 s for the name of pods-0.pods:29500" in waiting.readline()
         for pod in pods:
             pod.run("sh", "-c", f"echo '{pods[0].ip} pods-0.pods' >>/etc/hosts")

@@ -14,41 +14,18 @@ import re
 import sys
 from pathlib import Path
 
+
+def read_table(path: Path) -> dict[str, str]:
+    """Two columns, and comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("\t") for line in lines if not line.startswith("#"))
+
+
 TABLE = Path(__file__).parents[2] / "src/zero2all/sandbox/system_calls.tsv"
 _TYPE = re.compile(r"^(const )?(pid_t|uid_t|gid_t|qid_t|key_serial_t)\b")
 _NAME = re.compile(r"\b(u?pid|pid[12]|tgid|tid|pgid|pidfd|who)$")
 
-# Identities that no prototype shows: in a structure, a flag, a number with several meanings.
-HIDDEN = {
-    "bpf": "programs see every process",
-    "capget": "header: pid",
-    "capset": "header: pid",
-    "clock_adjtime": "clock of a pid",
-    "clock_getres": "clock of a pid",
-    "clock_gettime": "clock of a pid",
-    "clock_nanosleep": "clock of a pid",
-    "clock_settime": "clock of a pid",
-    "clone": "flags: namespaces, pidfd",
-    "clone3": "set_tid, pidfd, namespaces",
-    "fcntl": "F_SETOWN, F_SETOWN_EX: pid",
-    "io_uring_enter": "requests skip the filter",
-    "io_uring_register": "requests skip the filter",
-    "io_uring_setup": "requests skip the filter",
-    "ioctl": "FIOSETOWN, SIOCSPGRP, TIOCSPGRP: pid",
-    "keyctl": "uid, gid",
-    "msgctl": "IPC_SET: uid, gid",
-    "open_by_handle_at": "handle of a pidfd",
-    "name_to_handle_at": "handle of a pidfd",
-    "prctl": "PR_SCHED_CORE: pid",
-    "quotactl_fd": "uid, gid",
-    "semctl": "IPC_SET: uid, gid",
-    "sendmmsg": "SCM_CREDENTIALS: pid, uid, gid",
-    "sendmsg": "SCM_CREDENTIALS: pid, uid, gid",
-    "setns": "pidfd",
-    "shmctl": "IPC_SET: uid, gid",
-    "timer_create": "clock of a pid, thread to signal",
-    "unshare": "flags: namespaces",
-}
+HIDDEN = read_table(Path(__file__).with_name("hidden_identities.tsv"))
 
 
 def identities(name: str, arguments: list[str]) -> str:

@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,10 @@ def named_processes() -> list[str]:
     return found
 
 
-def wait_for_named_processes() -> None:
-    deadline = time.monotonic() + 30  # the kernel ends the processes of a namespace after its first one
-    while named_processes():
+def wait_for_named_processes(some: bool = False) -> None:
+    """Until there are some or none: the kernel ends the processes of a namespace after its first one."""
+    deadline = time.monotonic() + (60 if some else 30)
+    while bool(named_processes()) != some:
         assert time.monotonic() < deadline, named_processes()
         time.sleep(0.05)
 
@@ -232,17 +233,9 @@ def test_code_has_no_privileges(sandbox: Sandbox) -> None:
 
 
 def test_several_threads_use_one_sandbox(sandbox: Sandbox) -> None:
-    outputs: dict[int, str] = {}
-
-    def run(number: int) -> None:
-        outputs[number] = sandbox.run_python(f"print({number})").stdout
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outputs == {number: f"{number}\n" for number in range(3)}
+    with ThreadPoolExecutor(3) as pool:
+        outputs = pool.map(lambda number: sandbox.run_python(f"print({number})").stdout, range(3))
+    assert list(outputs) == ["0\n", "1\n", "2\n"]
 
 
 def test_code_ends_with_a_killed_harness(backend: BackendName, tmp_path: Path) -> None:
@@ -251,15 +244,10 @@ def test_code_ends_with_a_killed_harness(backend: BackendName, tmp_path: Path) -
         f"Sandbox({backend!r}, Limits(seconds=100)).run_python({NAMED + 'import time; time.sleep(100)'!r})"
     )
     harness = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 60
-    while not named_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert named_processes()
+    wait_for_named_processes(some=True)
     harness.kill()
     harness.wait()
-    while named_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert named_processes() == []
+    wait_for_named_processes()
 
 
 def test_without_a_sandbox_code_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

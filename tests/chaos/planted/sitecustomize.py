@@ -55,7 +55,6 @@ class Planter(importlib.abc.MetaPathFinder):
         if name != self._module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None
         assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
         load = spec.loader.exec_module
 

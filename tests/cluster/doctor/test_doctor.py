@@ -106,27 +106,24 @@ def measurements(
     return found
 
 
+def diagnosed(count: int, bad: dict[int, float | None], links: dict[tuple[int, int], float | None]) -> list[str]:
+    names = {number: f"n{number}" for number in range(count)}
+    return sorted(finding.what for finding in diagnose_pairs(measurements(count, bad, links), names, count))
+
+
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
 def test_the_slow_node_and_the_dead_one_are_named(count: int) -> None:
-    names = {number: f"n{number}" for number in range(count)}
     for node in range(count):
         for how in (1.0, None):
-            found = diagnose_pairs(measurements(count, {node: how}, {}), names, count)
-            assert [finding.what for finding in found] == [f"node n{node}"], (node, how)
+            assert diagnosed(count, {node: how}, {}) == [f"node n{node}"], (node, how)
+    names = {number: f"n{number}" for number in range(count)}
     assert [finding.level for finding in diagnose_pairs(measurements(count, {}, {}), names, count)] == ["good"]
 
 
-def test_a_slow_and_a_dead_node_at_once() -> None:
-    names = {number: f"n{number}" for number in range(8)}
-    found = diagnose_pairs(measurements(8, {2: 1.0, 5: None}, {}), names, 8)
-    assert sorted(finding.what for finding in found) == ["node n2", "node n5"]
-
-
-def test_a_link_between_two_good_nodes_is_named() -> None:
-    names = {number: f"n{number}" for number in range(4)}
+def test_a_slow_and_a_dead_node_at_once_and_a_link_between_two_good_nodes_are_named() -> None:
+    assert diagnosed(8, {2: 1.0, 5: None}, {}) == ["node n2", "node n5"]
     one, other = round_robin_rounds(4)[0][0]
-    found = diagnose_pairs(measurements(4, {}, {(one, other): None}), names, 4)
-    assert [finding.what for finding in found] == [f"link n{one} to n{other}"]
+    assert diagnosed(4, {}, {(one, other): None}) == [f"link n{one} to n{other}"]
 
 
 def test_a_clock_that_is_off_is_named() -> None:

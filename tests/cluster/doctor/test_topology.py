@@ -17,44 +17,9 @@ from zero2all.cluster.doctor.topology import (
     topology_findings,
 )
 
-A800 = """
-\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\t0-31,64-95\t0\t\tN/A
-GPU1\tNV8\t X \tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\t0-31,64-95\t0\t\tN/A
-GPU2\tNV8\tNV8\t X \tNV8\tNV8\tNV8\tNV8\tNV8\t0-31,64-95\t0\t\tN/A
-GPU3\tNV8\tNV8\tNV8\t X \tNV8\tNV8\tNV8\tNV8\t0-31,64-95\t0\t\tN/A
-GPU4\tNV8\tNV8\tNV8\tNV8\t X \tNV8\tNV8\tNV8\t32-63,96-127\t1\t\tN/A
-GPU5\tNV8\tNV8\tNV8\tNV8\tNV8\t X \tNV8\tNV8\t32-63,96-127\t1\t\tN/A
-GPU6\tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\t X \tNV8\t32-63,96-127\t1\t\tN/A
-GPU7\tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\tNV8\t X \t32-63,96-127\t1\t\tN/A
-
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
-RTX4090 = """
-        GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity   GPU NUMA ID
-GPU0     X      PHB     SYS     SYS     0-15,32-47      0               N/A
-GPU1    PHB      X      SYS     SYS     0-15,32-47      0               N/A
-GPU2    SYS     SYS      X      PHB     16-31,48-63     1               N/A
-GPU3    SYS     SYS     PHB      X      16-31,48-63     1               N/A
-"""
-H100 = """
-        GPU0    GPU1    NIC0    NIC1    NIC2    CPU Affinity    NUMA Affinity   GPU NUMA ID
-GPU0     X      NV18    PIX     SYS     NODE    0-55,112-167    0               N/A
-GPU1    NV18     X      SYS     PIX     SYS     56-111,168-223  1               N/A
-NIC0    PIX     SYS      X      SYS     NODE
-NIC1    SYS     PIX     SYS      X      SYS
-NIC2    NODE    SYS     NODE    SYS      X
-
-NIC Legend:
-
-  NIC0: mlx5_0
-  NIC1: mlx5_4
-  NIC2: mlx5_bond_0
-"""
+A800, RTX4090, H100 = (
+    (Path(__file__).parent / "nvidia_smi" / f"{name}.txt").read_text() for name in ("a800", "rtx4090", "h100")
+)
 LEFT, RIGHT = "pci0000:15/0000:15:01.0/0000:16:00.0", "pci0000:97/0000:97:01.0/0000:98:00.0"  # ports of two switches
 
 
@@ -72,21 +37,12 @@ def _levels(topology: Topology, allowed: range = range(8), peers: bool = True) -
     return found
 
 
-def test_nvlinks_of_eight_a800() -> None:
-    links = parse_topo_matrix(A800)
-    assert len(links) == 56
-    assert set(links.values()) == {"NV8"}
-
-
-def test_paths_of_four_rtx_4090() -> None:
-    links = parse_topo_matrix(RTX4090)
-    assert (links["GPU0", "GPU1"], links["GPU1", "GPU2"], len(links)) == ("PHB", "SYS", 12)
-
-
-def test_network_cards_of_h100_have_their_names() -> None:
-    links = parse_topo_matrix(H100)
-    assert (links["GPU0", "mlx5_0"], links["GPU1", "mlx5_0"], links["GPU0", "mlx5_bond_0"]) == ("PIX", "SYS", "NODE")
-    assert links["mlx5_4", "GPU1"] == "PIX"
+def test_matrices_of_nvidia_smi_are_read_with_the_names_of_network_cards() -> None:
+    nvlinks, paths, cards = map(parse_topo_matrix, (A800, RTX4090, H100))
+    assert (len(nvlinks), set(nvlinks.values())) == (56, {"NV8"})
+    assert (paths["GPU0", "GPU1"], paths["GPU1", "GPU2"], len(paths)) == ("PHB", "SYS", 12)
+    assert (cards["GPU0", "mlx5_0"], cards["GPU1", "mlx5_0"], cards["GPU0", "mlx5_bond_0"]) == ("PIX", "SYS", "NODE")
+    assert cards["mlx5_4", "GPU1"] == "PIX"
 
 
 @pytest.mark.parametrize("text", ["", "GPU0", "GPU0 GPU1\nGPU0", "no devices were found", "GPU0\nGPU0 X\n\x00"])

@@ -14,31 +14,7 @@ from pathlib import Path
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-# Without cgroups and accounting. A requeued job waits until its credential has expired, so that is soon.
-CONFIGURATION = """\
-ClusterName=z2a
-SlurmctldHost={controller}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket,cred_expire=5
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool-%n
-SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd-%n.pid
-SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-JobAcctGatherType=jobacct_gather/none
-SchedulerParameters=sched_min_interval=100000
-ReturnToService=2
-{nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 
 def slurm_unavailable_reason() -> str | None:

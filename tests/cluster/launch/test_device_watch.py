@@ -1,8 +1,9 @@
-"""Where a GPU is stuck, with stand-ins for its events: a real one needs a GPU."""
+"""Where a GPU is stuck, with stand-ins for its events: a real one needs a GPU. Heartbeats, read at any moment."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 from zero2all.cluster.launch import worker
 from zero2all.cluster.launch.flight_recorder import GroupTrace, RecordedCollective, merge_dumps, read_device_state
 from zero2all.cluster.launch.hang_detection import HungRank, find_hang_culprits, waits_in_collective
-from zero2all.cluster.launch.heartbeat import WATCHED_STEPS, DevicePosition, DeviceWatch
+from zero2all.cluster.launch.heartbeat import (
+    WATCHED_STEPS,
+    DevicePosition,
+    DeviceWatch,
+    Heartbeat,
+    StartupPhase,
+    create_heartbeat,
+)
 from zero2all.train.data_loader import HostCopy
 from zero2all.train.step_timer import HostClock, StepTimer
 
@@ -70,7 +78,6 @@ def test_the_marks_of_old_steps_are_dropped() -> None:
         watch.begin_step(step)
         watch.add("forward", device.now())
     found = watch.position()
-    assert found is not None
     assert found.step == 100 - WATCHED_STEPS, "the device is behind all that is watched"
 
 
@@ -82,7 +89,6 @@ def test_the_step_timer_hands_its_events_to_the_watch() -> None:
     with timer.part("backward"), timer.part("forward"):
         device.completed = device.recorded - 1
         found = watch.position()
-    assert found is not None
     assert (found.part, found.step) == ("backward", 3)
     on_cpu = StepTimer(HostClock())
     with on_cpu.part("forward"):
@@ -162,3 +168,33 @@ def test_the_state_of_the_device_is_in_the_dump() -> None:
     assert read_device_state(merge_dumps([], {}, 0, state).decode()) == state
     assert read("of another version").position is None
     assert read_device_state("").position is None
+
+
+class Page(bytearray):
+    """Counts assignments. ``struct.pack_into`` makes none: it fills the buffer with zeros, then with values."""
+
+    assigned = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.assigned += 1
+        super().__setitem__(key, value)
+
+
+def test_a_heartbeat_is_written_at_once_and_never_reads_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = Heartbeat(None)
+    page = Page(heartbeat._page[:])
+    monkeypatch.setattr(heartbeat, "_page", page)
+    heartbeat.record_phase(StartupPhase.STEPPED)
+    heartbeat(12)
+    heartbeat.ping()
+    assert page.assigned == 3
+    assert heartbeat.read().step == 12
+
+
+def test_a_rank_of_a_previous_round_keeps_its_own_page(tmp_path: Path) -> None:
+    first = create_heartbeat(tmp_path, 0)
+    old_rank = Heartbeat(first.path)
+    second = create_heartbeat(tmp_path, 0)
+    old_rank(12)
+    assert first.read().step == 12
+    assert second.read().step == -1

@@ -47,7 +47,6 @@ def test_the_first_failure_that_is_no_consequence_is_named(tmp_path: Path) -> No
     )
     write_node_report(tmp_path, node_report("node1", failure(3, "crash", 10.1, traceback=trace, log=["its last line"])))
     path = write_failure_report(tmp_path)
-    assert path is not None
     report = json.loads(path.read_text())
     assert report["first"]["rank"] == 3
     assert report["kind"] == "crash"
@@ -151,7 +150,6 @@ def test_the_same_step_may_fail_three_times() -> None:
     policy = RestartPolicy()
     reasons = [fail_at(policy, 12) for _ in range(MAX_FAILURES_PER_STEP)]
     assert reasons[:-1] == [None] * (MAX_FAILURES_PER_STEP - 1)
-    assert reasons[-1] is not None
     assert "3 times after step 12" in reasons[-1]
 
 

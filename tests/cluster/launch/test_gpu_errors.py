@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_preloaded
 from zero2all.cluster.launch.gpu_errors import GpuErrorPoll, GpuErrors, GpuFault
 
 CARD = "00000000:3B:00.0"
@@ -70,7 +70,8 @@ def test_a_poll_reports_each_new_error_once(driver: FakeDriver) -> None:
 
 
 LAUNCH = """
-import sys
+import os, sys
+os.chdir(sys.argv[1])
 from zero2all.cluster.launch import gpu_errors
 gpu_errors.POLL_INTERVAL = 0.1
 from zero2all.cli.main import main
@@ -88,13 +89,11 @@ while not (driver / "notified").exists() and time.monotonic() < deadline:
 
 
 @pytest.mark.slow
-def test_the_agent_warns_and_notifies_while_the_ranks_run(driver: FakeDriver) -> None:
+def test_the_agent_warns_and_notifies_while_the_ranks_run(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     (driver.directory / "script.py").write_text(SCRIPT)
     hook = f"{sys.executable} -c \"import sys; open('{driver.directory}/notified', 'a').write(sys.stdin.read())\""
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH], cwd=driver.directory, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "Z2A_NOTIFY": hook},
-    )  # fmt: skip
+    monkeypatch.setenv("Z2A_NOTIFY", hook)
+    done = run_preloaded(LAUNCH, str(driver.directory))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("GPU 0: NVLink 0 has 8 new Recovery errors: check the link") == 1
     assert '"event": "GPU error"' in (driver.directory / "notified").read_text()

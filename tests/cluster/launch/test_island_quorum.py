@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zero2all.base.errors import UsageError
@@ -68,20 +70,36 @@ class Rendezvous:
                 island.last_heard = self.now
         self.quorum.advance(self.now)
 
-    def answer(self, island: Island) -> object:
+    def answer(self, island: Island) -> Any:
         answer, island.answer = island.answer, None
         return answer
 
-    def complete(self, islands: list[Island], exchange: int) -> list[object]:
+    def attempt(self, islands: list[Island], exchange: int = 4) -> int:
+        """All are ready and hear who takes part. Returns the number of the attempt."""
         for island in islands:
             self.ready(island, exchange)
-        for island in islands:
-            answer = self.answer(island)
-            assert isinstance(answer, QuorumAnswer)
-            assert sorted(answer.members) == [member.number for member in islands]
-            self.quorum.report(island, ReportExchange(exchange, answer.attempt, []))
-        self.advance()
+        answers = self.answers(islands)
+        expected = [island.number for island in islands]
+        assert [sorted(answer.members) for answer in answers] == [expected] * len(islands)
+        return answers[0].attempt
+
+    def answers(self, islands: list[Island]) -> list[Any]:
         return [self.answer(island) for island in islands]
+
+    def complete(self, islands: list[Island], exchange: int) -> list[Any]:
+        attempt = self.attempt(islands, exchange)
+        for island in islands:
+            self.quorum.report(island, ReportExchange(exchange, attempt, []))
+        self.advance()
+        return self.answers(islands)
+
+    def fail(self, islands: list[Island], *failed: list[int]) -> None:
+        """As many attempts as one island may spoil, each with the same islands out of reach of the others."""
+        for _ in range(MAX_BLAME):
+            attempt = self.attempt(islands)
+            for island, numbers in zip(islands, failed, strict=True):
+                self.report(island, 4, attempt, *numbers)
+            assert self.answers(islands) == [OutcomeAnswer(is_complete=False)] * len(islands)
 
 
 def test_a_start_waits_for_all_islands_but_not_for_ever() -> None:
@@ -113,26 +131,22 @@ def test_states_that_differ_after_the_same_exchange_are_replaced_by_one() -> Non
     for island in islands:
         rendezvous.quorum.start(island, StartIsland(8, f"digest {island.number}"), rendezvous.now)
     rendezvous.advance()
-    assert rendezvous.answer(islands[0]) == StartAnswer(8, recipients=[1], present=[0, 1])
-    answer = rendezvous.answer(islands[1])
-    assert isinstance(answer, StartAnswer)
-    assert answer.source == 0
+    first, second = rendezvous.answers(islands)
+    assert first == StartAnswer(8, recipients=[1], present=[0, 1])
+    assert second.source == 0
 
 
 def test_nobody_uses_an_exchange_before_all_members_have_all_parts() -> None:
     rendezvous = Rendezvous(2)
-    one, other = rendezvous.started(0, 1)
+    one, other = islands = rendezvous.started(0, 1)
     rendezvous.ready(one, 4)
     assert one.answer is None
-    rendezvous.ready(other, 4)
-    attempt = rendezvous.answer(one)
-    assert isinstance(attempt, QuorumAnswer)
-    rendezvous.answer(other)
-    rendezvous.report(one, 4, attempt.attempt)
+    attempt = rendezvous.attempt(islands)
+    rendezvous.report(one, 4, attempt)
     rendezvous.pass_time(30)
     assert one.answer is None
-    rendezvous.report(other, 4, attempt.attempt)
-    assert rendezvous.answer(one) == rendezvous.answer(other) == OutcomeAnswer(is_complete=True)
+    rendezvous.report(other, 4, attempt)
+    assert rendezvous.answers(islands) == [OutcomeAnswer(is_complete=True)] * 2
     assert rendezvous.quorum.last == 4
 
 
@@ -142,9 +156,7 @@ def test_an_island_lost_before_it_is_ready_is_not_waited_for() -> None:
     rendezvous.ready(one, 4)
     rendezvous.quorum.leave(other)  # its connection is closed
     rendezvous.advance()
-    answer = rendezvous.answer(one)
-    assert isinstance(answer, QuorumAnswer)
-    assert list(answer.members) == [0]
+    assert list(rendezvous.answer(one).members) == [0]
 
 
 def test_a_silent_island_is_lost_within_ten_seconds() -> None:
@@ -164,9 +176,7 @@ def test_an_island_that_is_alive_but_does_not_come_is_left_out_in_the_end() -> N
     rendezvous.pass_time(EXCHANGE_PATIENCE - 2)
     assert one.answer is None
     rendezvous.pass_time(2)
-    answer = rendezvous.answer(one)
-    assert isinstance(answer, QuorumAnswer)
-    rendezvous.report(one, 4, answer.attempt)
+    rendezvous.report(one, 4, rendezvous.answer(one).attempt)
     rendezvous.ready(other, 4)
     assert rendezvous.answer(other) == QuorumAnswer(is_behind=True)
 
@@ -174,29 +184,21 @@ def test_an_island_that_is_alive_but_does_not_come_is_left_out_in_the_end() -> N
 def test_a_member_lost_half_way_is_left_out_of_the_next_attempt_if_its_part_is_missing() -> None:
     rendezvous = Rendezvous(3)
     one, two, lost = islands = rendezvous.started(0, 1, 2)
-    for island in islands:
-        rendezvous.ready(island, 4)
-    attempt = one.answer
-    assert isinstance(attempt, QuorumAnswer)
-    for island in islands:
-        rendezvous.answer(island)
-    rendezvous.report(one, 4, attempt.attempt)  # has the part
+    attempt = rendezvous.attempt(islands)
+    rendezvous.report(one, 4, attempt)  # has the part
     rendezvous.quorum.leave(lost)
-    rendezvous.report(two, 4, attempt.attempt, 2)  # has not
-    assert rendezvous.answer(one) == rendezvous.answer(two) == OutcomeAnswer(is_complete=False)
+    rendezvous.report(two, 4, attempt, 2)  # has not
+    assert rendezvous.answers([one, two]) == [OutcomeAnswer(is_complete=False)] * 2
     assert [type(answer) for answer in rendezvous.complete([one, two], 4)] == [OutcomeAnswer] * 2
     assert rendezvous.quorum.last == 4
 
 
 def test_a_member_lost_half_way_is_still_used_if_all_others_have_its_part() -> None:
     rendezvous = Rendezvous(2)
-    one, lost = rendezvous.started(0, 1)
-    for island in (one, lost):
-        rendezvous.ready(island, 4)
-    attempt = rendezvous.answer(one)
-    assert isinstance(attempt, QuorumAnswer)
+    one, lost = islands = rendezvous.started(0, 1)
+    attempt = rendezvous.attempt(islands)
     rendezvous.quorum.leave(lost)
-    rendezvous.report(one, 4, attempt.attempt)
+    rendezvous.report(one, 4, attempt)
     assert rendezvous.answer(one) == OutcomeAnswer(is_complete=True)
     back = rendezvous.enter(1)
     rendezvous.ready(back, 4)  # it never heard of the outcome
@@ -208,12 +210,9 @@ def test_a_connection_lost_between_two_exchanges_changes_nothing() -> None:
     one, other = rendezvous.started(0, 1)
     rendezvous.complete([one, other], 4)
     rendezvous.quorum.leave(other)
-    again = rendezvous.enter(1)
-    rendezvous.ready(again, 8, last=4)
+    rendezvous.ready(rendezvous.enter(1), 8, last=4)
     rendezvous.ready(one, 8, last=4)
-    answer = rendezvous.answer(one)
-    assert isinstance(answer, QuorumAnswer)
-    assert sorted(answer.members) == [0, 1]
+    assert sorted(rendezvous.answer(one).members) == [0, 1]
 
 
 def test_who_comes_back_takes_the_state_after_the_next_exchange_and_is_waited_for_from_then_on() -> None:
@@ -239,10 +238,9 @@ def test_a_rendezvous_that_was_started_again_learns_who_is_behind() -> None:
     rendezvous = Rendezvous(2)
     behind, ahead = rendezvous.enter(0), rendezvous.enter(1)
     rendezvous.ready(behind, 8, last=4)
-    answer = rendezvous.answer(behind)  # alone
-    assert isinstance(answer, QuorumAnswer)
+    attempt = rendezvous.answer(behind).attempt  # alone
     rendezvous.ready(ahead, 12, last=8)
-    rendezvous.report(behind, 8, answer.attempt, 1)
+    rendezvous.report(behind, 8, attempt, 1)
     rendezvous.answer(behind)
     rendezvous.ready(behind, 8, last=4)
     assert rendezvous.answer(behind) == QuorumAnswer(is_behind=True)
@@ -254,70 +252,34 @@ def test_who_offers_its_part_when_the_others_have_begun_without_it_is_told_as_so
     rendezvous = Rendezvous(2)
     one, other = rendezvous.started(0, 1)
     rendezvous.quorum.leave(other)
-    rendezvous.ready(one, 4)
-    attempt = rendezvous.answer(one)
-    assert isinstance(attempt, QuorumAnswer)
+    attempt = rendezvous.attempt([one])
     again = rendezvous.enter(1)
     rendezvous.ready(again, 4)
     assert again.answer is None
-    rendezvous.report(one, 4, attempt.attempt)
+    rendezvous.report(one, 4, attempt)
     assert rendezvous.answer(one) == OutcomeAnswer(is_complete=True)
     assert rendezvous.answer(again) == QuorumAnswer(is_behind=True)
 
 
-def test_an_island_that_others_cannot_reach_is_left_out_after_some_attempts() -> None:
-    rendezvous = Rendezvous(2)
-    one, other = rendezvous.started(0, 1)
-    for _ in range(MAX_BLAME):
-        for island in (one, other):
-            rendezvous.ready(island, 4)
-        attempt = rendezvous.answer(one)
-        assert isinstance(attempt, QuorumAnswer)
-        rendezvous.answer(other)
-        rendezvous.report(one, 4, attempt.attempt, 1)
-        rendezvous.report(other, 4, attempt.attempt, 0)
-        assert rendezvous.answer(one) == rendezvous.answer(other) == OutcomeAnswer(is_complete=False)
-    rendezvous.ready(other, 4)
-    assert rendezvous.answer(other) == QuorumAnswer(is_behind=True)
-    assert rendezvous.complete([one], 4) == [OutcomeAnswer(is_complete=True)]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_first_island_is_left_out_if_only_it_is_out_of_reach(count: int) -> None:
-    """It reaches the others, and they do not reach it: attempts were once repeated without end."""
-    rendezvous = Rendezvous(count)
-    first, *others = islands = rendezvous.started(*range(count))
-    for _ in range(MAX_BLAME):
-        for island in islands:
-            rendezvous.ready(island, 4)
-        attempt = rendezvous.answer(first)
-        assert isinstance(attempt, QuorumAnswer)
-        rendezvous.report(first, 4, attempt.attempt)
-        for island in others:
-            assert isinstance(rendezvous.answer(island), QuorumAnswer)
-            rendezvous.report(island, 4, attempt.attempt, 0)
-        assert [rendezvous.answer(island) for island in islands] == [OutcomeAnswer(is_complete=False)] * count
-    rendezvous.ready(first, 4)
-    assert rendezvous.answer(first) == QuorumAnswer(is_behind=True)
-    assert rendezvous.complete(others, 4) == [OutcomeAnswer(is_complete=True)] * len(others)
-
-
-def test_of_three_islands_only_one_of_two_that_cannot_reach_each_other_is_left_out() -> None:
-    rendezvous = Rendezvous(3)
-    one, two, three = islands = rendezvous.started(0, 1, 2)
-    for _ in range(MAX_BLAME):
-        for island in islands:
-            rendezvous.ready(island, 4)
-        attempt = rendezvous.answer(one)
-        assert isinstance(attempt, QuorumAnswer)
-        for island, failed in ((one, [1]), (two, [0]), (three, [])):
-            rendezvous.answer(island)
-            rendezvous.report(island, 4, attempt.attempt, *failed)
-        for island in islands:
-            rendezvous.answer(island)
-    rendezvous.ready(two, 4)
-    assert rendezvous.answer(two) == QuorumAnswer(is_behind=True)
-    assert len(rendezvous.complete([one, three], 4)) == 2
+@pytest.mark.parametrize(
+    ("failed", "left_out"),
+    [
+        ([[1], [0]], 1),
+        ([[], [0]], 0),  # it reaches the others, and they do not reach it: attempts were once repeated without end
+        ([[], [0], [0]], 0),
+        ([[1], [0], []], 1),  # of two that cannot reach each other only one
+    ],
+)
+def test_an_island_that_others_cannot_reach_is_left_out_after_some_attempts(
+    failed: list[list[int]], left_out: int
+) -> None:
+    rendezvous = Rendezvous(len(failed))
+    islands = rendezvous.started(*range(len(failed)))
+    rendezvous.fail(islands, *failed)
+    out = islands.pop(left_out)
+    rendezvous.ready(out, 4)
+    assert rendezvous.answer(out) == QuorumAnswer(is_behind=True)
+    assert rendezvous.complete(islands, 4) == [OutcomeAnswer(is_complete=True)] * len(islands)
 
 
 def test_an_island_that_comes_after_the_end_is_told() -> None:

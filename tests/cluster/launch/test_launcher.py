@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +29,6 @@ from zero2all.cluster.launch.rendezvous_messages import RendezvousSettings
 from zero2all.train import TrainSummary
 
 WORDS = ["train", "my recipe.yaml", "train.steps=5"]
-
-
-@pytest.mark.slow
-def test_a_command_that_fails_fails_the_launch() -> None:
-    line = [sys.executable, "-m", "zero2all.cli", "launch", "--procs", "1"]
-    line += ["--", "recipe", "show", "no-such-file.yaml"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2, done.stderr
-    assert "no recipe at no-such-file.yaml" in done.stderr
-    assert "not tried again" in done.stderr
 
 
 def lose_the_rendezvous(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:

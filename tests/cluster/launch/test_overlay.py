@@ -69,8 +69,6 @@ def test_an_interface_is_gone_when_its_agent_ends_or_is_killed(node: SimulatedNo
     name = f"z2a-t-{end}"
     words = node.command(sys.executable, "-c", PARENT, *GUARD, name)
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        assert agent.stdin is not None
         assert agent.stdout.readline().strip() in ("kernel", "wireguard-go")
         assert name in node.run("ip", "link")
         if end == "killed":

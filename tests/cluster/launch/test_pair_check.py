@@ -46,7 +46,6 @@ def run_test(
                 test.report(id, TurnReport(turn, [device(number)]))
                 continue
             found = test.next_turn(id, turn - 1)
-            assert found is not None
             took = None if found.pair is None else seconds(*found.pair)
             test.report(id, TurnReport(turn, seconds=took))
         test.advance(now)
@@ -107,8 +106,7 @@ def test_a_node_whose_test_never_ends_is_bad_and_a_slow_start_of_all_is_not() ->
 
 
 def start(*counts: int, nodes: int) -> Cluster:
-    cluster = Cluster(*counts)
-    cluster.join(*names(nodes))
+    cluster = Cluster(*counts).join(*names(nodes))
     cluster.pass_time(11.0)
     return cluster
 
@@ -149,7 +147,6 @@ def test_a_bad_node_is_excluded_before_ranks_start() -> None:
     while not (found := cluster.state.tests.next_turn("1", turn - 1) or NextTurn(-1)).done:
         for name in names(3):
             mine = cluster.state.tests.next_turn(name, turn - 1)
-            assert mine is not None
             took = None if mine.pair is None or 2 in mine.pair else 0.01
             cluster.state.tests.report_turn(name, TurnReport(turn, seconds=took))
         cluster.pass_time(0.0)
@@ -171,7 +168,6 @@ def test_a_loss_during_the_test_ends_it() -> None:
     cluster.state.leave("3", gracefully=False)
     cluster.pass_time(0.0)
     answer = cluster.state.tests.next_turn("1", DEVICE_TURN)
-    assert answer is not None
     assert (answer.done, answer.again, answer.finding) == (True, True, None)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -80,28 +82,24 @@ def test_a_large_job_tries_a_few_nodes_each_and_together_all_of_them() -> None:
     assert all(0 in peers for rank, peers in tried.items() if rank)
 
 
-class Nodes:
-    """A rendezvous, and nodes of one job that check their network."""
+@contextmanager
+def job(monkeypatch: pytest.MonkeyPatch, *counts: int) -> Iterator[Callable[..., Rendezvous]]:
+    """A rendezvous; yields a function that adds a node, which checks its network."""
+    monkeypatch.setenv(JOB_SECRET_VARIABLE, SECRET)
+    monkeypatch.setattr("zero2all.cluster.launch.reach_check.MEETING_TIMEOUT", 20.0)  # of a busy machine
+    settings = RendezvousSettings(counts, settle=0.3, last_call=0.3, longest_call=1.0)
+    with ExitStack() as stack:
+        server = RendezvousServer("127.0.0.1", 0, SECRET)
+        server.start()
+        stack.callback(server.stop)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
-        monkeypatch.setenv(JOB_SECRET_VARIABLE, SECRET)
-        monkeypatch.setattr("zero2all.cluster.launch.reach_check.MEETING_TIMEOUT", 20.0)  # of a busy machine
-        self.settings = RendezvousSettings(counts, settle=0.3, last_call=0.3, longest_call=1.0)
-        self.server = RendezvousServer("127.0.0.1", 0, SECRET)
-        self.server.start()
-        self.nodes: list[Rendezvous] = []
+        def add(advertise: str, listen: str | None = None) -> Rendezvous:
+            reached = {"advertise": advertise, "listen_ranks": listen, "check_network": True}
+            node = Rendezvous(RendezvousConfig(server.endpoint, **reached, patience=30.0), settings, "job", procs=1)
+            stack.callback(node.shutdown)
+            return node
 
-    def add(self, advertise: str, listen: str | None = None) -> Rendezvous:
-        config = RendezvousConfig(
-            self.server.endpoint, advertise=advertise, listen_ranks=listen, check_network=True, patience=30.0
-        )
-        self.nodes.append(Rendezvous(config, self.settings, "job", procs=1))
-        return self.nodes[-1]
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.shutdown()
-        self.server.stop()
+        yield add
 
 
 def meet(*nodes: Rendezvous) -> list[RendezvousInfo | Exception]:
@@ -121,47 +119,32 @@ def free_port(address: str) -> int:
 
 
 def test_the_first_node_gets_its_own_address_and_the_others_the_advertised_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Nodes(monkeypatch, 2)
-    try:
+    with job(monkeypatch, 2) as add:
         port = free_port("127.0.0.2")
-        one, other = meet(cluster.add(f"127.0.0.2:{port}"), cluster.add("127.0.0.3"))
-        assert isinstance(one, RendezvousInfo), one
-        assert isinstance(other, RendezvousInfo), other
-        for found in (one, other):
-            assert found.bootstrap_store_info is not None
-            assert found.bootstrap_store_info.master_addr == "127.0.0.2"
-            assert found.bootstrap_store_info.master_port == port
-    finally:
-        cluster.close()
+        for found in meet(add(f"127.0.0.2:{port}"), add("127.0.0.3")):
+            assert isinstance(found, RendezvousInfo), found
+            store = found.bootstrap_store_info
+            assert (store.master_addr, store.master_port) == ("127.0.0.2", port)
 
 
 def test_a_port_map_that_leads_nowhere_is_an_error_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Nodes(monkeypatch, 3)
-    try:
+    with job(monkeypatch, 3) as add:
         port, wrong = free_port("127.0.0.2"), free_port("127.0.0.1")
-        found = meet(
-            cluster.add(f"localhost:{wrong}", f"127.0.0.2:{port}"), cluster.add("127.0.0.3"), cluster.add("127.0.0.4")
-        )
-        for error in found:
+        for error in meet(add(f"localhost:{wrong}", f"127.0.0.2:{port}"), add("127.0.0.3"), add("127.0.0.4")):
             assert isinstance(error, UnreachableNodesError), error
             text = str(error)
             assert f"at localhost:{wrong} (TCP, the store of the ranks): refused" in text
             assert f"allow TCP {port} from 127.0.0.1" in text, "the port on the node itself"
             assert text.count("cannot reach") == 2, "by both others, and nothing else is wrong"
-    finally:
-        cluster.close()
 
 
 def test_an_unreachable_node_that_comes_later_leaves_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Nodes(monkeypatch, 1, 2, 3)
-    try:
-        old = [cluster.add("127.0.0.2"), cluster.add("127.0.0.3")]
+    with job(monkeypatch, 1, 2, 3) as add:
+        old = [add("127.0.0.2"), add("127.0.0.3")]
         assert all(isinstance(found, RendezvousInfo) for found in meet(*old))
-        late = cluster.add(f"127.0.0.1:{free_port('127.0.0.9')}", "127.0.0.9")  # becomes the first, and is unreachable
-        one, other, refused = meet(*old, late)
+        late = add(f"127.0.0.1:{free_port('127.0.0.9')}", "127.0.0.9")  # becomes the first, and is unreachable
+        *others, refused = meet(*old, late)
         assert isinstance(refused, UnreachableNodesError), refused
-        for info in (one, other):
+        for info in others:
             assert isinstance(info, RendezvousInfo), info
             assert info.world_size == 2
-    finally:
-        cluster.close()

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from tests.adversarial.payload import Payload
 from zero2all.base.environment import JOB_SECRET_VARIABLE
 from zero2all.base.errors import UsageError
 from zero2all.base.network.connection import MAGIC, NAME_BYTES, NONCE_BYTES, SignedSession, TamperedError
@@ -74,17 +76,8 @@ class Cluster:
 
     def meet(self, *nodes: Rendezvous) -> list[int]:
         """All of them join the next round; returns their ranks."""
-        found: dict[int, int] = {}
-
-        def wait(number: int, node: Rendezvous) -> None:
-            found[number] = node.next_rendezvous().rank
-
-        threads = [threading.Thread(target=wait, args=item) for item in enumerate(nodes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        return [found[number] for number in range(len(nodes))]
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            return [info.rank for info in pool.map(lambda node: node.next_rendezvous(), nodes, timeout=PATIENCE)]
 
 
 @pytest.fixture
@@ -120,8 +113,6 @@ def test_one_node_listens_on_loopback_alone() -> None:
     try:
         info = node.next_rendezvous()
         assert listening() - before <= {"0100007F"}
-        assert node.host.server is not None
-        assert info.bootstrap_store_info is not None
         assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
     finally:
         node.shutdown()
@@ -135,7 +126,6 @@ def test_the_store_of_the_ranks_is_bound_to_its_address_alone(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     before = listening()
     store = tcp_store_from_env(timedelta(seconds=PATIENCE))
-    assert store is not None
     store.set("key", "value")
     assert listening() - before <= {"0200007F"}
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
@@ -155,7 +145,6 @@ def test_the_given_address_alone_is_bound(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nodes_meet_lose_one_another_and_meet_again(cluster: Cluster) -> None:
     third, first, second = cluster.node(3), cluster.node(1), cluster.node(2)
     assert cluster.meet(third, first, second) == [2, 0, 1]
-    assert third.assignment is not None
     assert (third.assignment.first_rank, third.assignment.ranks, third.assignment.master) == (4, 6, "10.0.0.1")
     assert first.num_nodes_waiting() == 0
     second.shutdown()  # as if it was killed: it has not left
@@ -258,21 +247,11 @@ def test_a_node_with_another_secret_is_refused_by_name(
     until(lambda: f"rejected node {name} (127.0.0.1): wrong job secret" in capsys.readouterr().err)
 
 
-class Bomb:
-    """What runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
 def test_unauthenticated_clients_run_no_code_and_do_not_disturb(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(mark))
+    bomb = pickle.dumps(Payload(mark))
     one, other = cluster.node(1), cluster.node(2)
     cluster.meet(one, other)
     name = b"\x1b[2Jevil"
@@ -304,7 +283,7 @@ def test_unauthenticated_clients_run_no_code_and_do_not_disturb(
 
 def test_an_impostor_of_the_rendezvous_is_not_trusted(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(mark))
+    bomb = pickle.dumps(Payload(mark))
     for answer in (
         bomb * 10,
         MAGIC + bytes(NONCE_BYTES) + b"\1" + bytes(32) + bomb,
@@ -365,12 +344,8 @@ def test_values_travel_between_the_agents_and_the_ranks(cluster: Cluster) -> Non
     store = RendezvousStore(node.client, timedelta(seconds=PATIENCE))
     threading.Timer(0.2, store.set, ("late", b"\x00\xffbytes")).start()
     assert rank.get("late") == b"\x00\xffbytes"
-    assert (rank.add("count", 2), store.add("count", 3), rank.check(["count"]), rank.check(["none"])) == (
-        2,
-        5,
-        True,
-        False,
-    )
+    assert [rank.add("count", 2), store.add("count", 3)] == [2, 5]
+    assert [rank.check([name]) for name in ("count", "none")] == [True, False]
     with pytest.raises(RuntimeError, match="none is not there after"):
         rank.wait(["none"], timedelta(seconds=0.1))
     assert store.delete_key("count")
@@ -403,7 +378,6 @@ def test_where_the_secret_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match=r"no job secret in .*job.secret: copy that file .*Z2A_JOB_SECRET"):
         find_secret(None, make=False)
     secret, path = find_secret(None, make=True)
-    assert path is not None
     assert (path.stat().st_mode & 0o777, len(secret)) == (0o600, 64)
     assert find_secret(None, make=True)[0] == find_secret(None, make=False)[0] == secret
     path.chmod(0o644)

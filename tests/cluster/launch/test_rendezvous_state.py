@@ -24,10 +24,11 @@ class Cluster:
         self.state, self.now = RendezvousState(RendezvousSettings(counts)), 0.0
         self.assignments: dict[str, RankAssignment] = {}
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str) -> Cluster:
         for name in names:
             self.state.register(Node(name, name, f"10.0.0.{int(name)}", pid=1, procs=2), self.now)
             self.wait(name)
+        return self
 
     def wait(self, *names: str, failed: bool = False) -> None:
         for name in names:
@@ -50,8 +51,7 @@ class Cluster:
 
 
 def test_a_round_forms_when_all_nodes_have_joined() -> None:
-    cluster = Cluster(2)
-    cluster.join("9")
+    cluster = Cluster(2).join("9")
     assert cluster.assignments == {}
     cluster.join("10")
     assert cluster.ranks() == {"9": 0, "10": 1}, "by address, as a number"
@@ -64,8 +64,7 @@ def test_a_round_forms_when_all_nodes_have_joined() -> None:
 def test_ranks_do_not_depend_on_the_order_of_arrival() -> None:
     names = [str(number) for number in range(1, 40)]
     for seed in range(5):
-        cluster = Cluster(39)
-        cluster.join(*random.Random(seed).sample(names, len(names)))
+        cluster = Cluster(39).join(*random.Random(seed).sample(names, len(names)))
         assert cluster.ranks() == {name: number for number, name in enumerate(names)}
 
 
@@ -136,8 +135,7 @@ def test_no_pattern_of_arrivals_restarts_a_job_once_for_each_node(
 def test_the_status_changes_a_few_times_however_many_members_return() -> None:
     """It is sent to every node: a change for each of a thousand that return would be a million messages."""
     names = [str(number) for number in range(1, 101)]
-    cluster = Cluster(*range(50, 101))
-    cluster.join(*names)
+    cluster = Cluster(*range(50, 101)).join(*names)
     statuses = [cluster.state.status()]
     cluster.state.leave("50", gracefully=False)
     for name in [name for name in names if name != "50"]:
@@ -150,8 +148,7 @@ def test_the_status_changes_a_few_times_however_many_members_return() -> None:
 
 
 def test_a_silent_node_is_lost_and_its_peers_are_notified() -> None:
-    cluster = Cluster(1, 2)
-    cluster.join("1", "2")
+    cluster = Cluster(1, 2).join("1", "2")
     cluster.pass_time(9.0, silent=("2",))
     assert cluster.state.status().lost == ()
     cluster.pass_time(3.0, silent=("2",))
@@ -163,8 +160,7 @@ def test_a_silent_node_is_lost_and_its_peers_are_notified() -> None:
 
 
 def test_a_rendezvous_that_was_suspended_loses_no_node() -> None:
-    cluster = Cluster(2)
-    cluster.join("1", "2")
+    cluster = Cluster(2).join("1", "2")
     cluster.now += 3600.0
     assert cluster.state.advance(cluster.now) == {}
     assert cluster.state.status().lost == ()
@@ -172,8 +168,7 @@ def test_a_rendezvous_that_was_suspended_loses_no_node() -> None:
 
 
 def test_a_node_that_leaves_gracefully_is_not_lost() -> None:
-    cluster = Cluster(1, 2)
-    cluster.join("1", "2")
+    cluster = Cluster(1, 2).join("1", "2")
     cluster.state.leave("2", gracefully=True)
     assert (cluster.state.status().change, cluster.state.status().lost) == (True, ())
     cluster.wait("1")
@@ -182,8 +177,7 @@ def test_a_node_that_leaves_gracefully_is_not_lost() -> None:
 
 
 def test_members_that_return_on_request_are_not_lost() -> None:
-    cluster = Cluster(1, 2, 3)
-    cluster.join("1", "2")
+    cluster = Cluster(1, 2, 3).join("1", "2")
     cluster.pass_time(SETTLED)
     cluster.join("3")
     assert cluster.state.status().change, "that makes all"
@@ -194,8 +188,7 @@ def test_members_that_return_on_request_are_not_lost() -> None:
 
 
 def test_a_failure_restarts_all_members_at_once() -> None:
-    cluster = Cluster(1, 2, 3)
-    cluster.join("1", "2")
+    cluster = Cluster(1, 2, 3).join("1", "2")
     cluster.pass_time(SETTLED)
     cluster.wait("2", failed=True)
     assert cluster.state.status().lost == ("2 (10.0.0.2)",)
@@ -206,8 +199,7 @@ def test_a_failure_restarts_all_members_at_once() -> None:
 def test_the_loss_of_a_member_while_a_round_forms() -> None:
     """Any member: rank 0 has no special role."""
     for lost in ("1", "2", "3"):
-        cluster = Cluster(2, 3)
-        cluster.join("1", "2", "3")
+        cluster = Cluster(2, 3).join("1", "2", "3")
         cluster.wait("1", failed=True)
         cluster.state.leave(lost, gracefully=False)
         for name in sorted({"1", "2", "3"} - {lost}):
@@ -218,8 +210,7 @@ def test_the_loss_of_a_member_while_a_round_forms() -> None:
 
 def test_a_node_that_the_layout_cannot_use_waits() -> None:
     """Sixteen ranks a group on nodes of eight: of three nodes two can work."""
-    cluster = Cluster(2, 4)
-    cluster.join("1", "2", "3", "4")
+    cluster = Cluster(2, 4).join("1", "2", "3", "4")
     assert cluster.state.membership.round_number == 1
     cluster.state.leave("2", gracefully=False)
     cluster.wait("1", "3", "4", failed=True)
@@ -234,8 +225,7 @@ def test_a_node_that_the_layout_cannot_use_waits() -> None:
 
 
 def test_too_few_wait_for_others_and_a_spare_takes_the_place_of_a_lost_one() -> None:
-    cluster = Cluster(2, 4)
-    cluster.join("1", "2")
+    cluster = Cluster(2, 4).join("1", "2")
     cluster.pass_time(SETTLED)
     cluster.join("3")
     cluster.state.leave("1", gracefully=False)
@@ -249,8 +239,7 @@ def test_too_few_wait_for_others_and_a_spare_takes_the_place_of_a_lost_one() -> 
 
 
 def test_closing_is_for_all_and_the_first_outcome_counts() -> None:
-    cluster = Cluster(1, 2)
-    cluster.join("1")
+    cluster = Cluster(1, 2).join("1")
     cluster.state.close("done")
     cluster.state.close("failed")
     cluster.pass_time(100.0)

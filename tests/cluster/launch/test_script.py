@@ -167,11 +167,19 @@ def test_a_script_that_crashes_is_restarted_and_one_that_hangs_without_heartbeat
 
 
 @pytest.mark.slow
-def test_a_script_with_wrong_usage_is_not_restarted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["python", "usage.py", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["recipe", "show", "no-such-file.yaml"], "no recipe at no-such-file.yaml"),
+    ],
+    ids=["script", "z2a"],
+)
+def test_wrong_usage_is_not_retried(command: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "usage.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    done = launch(tmp_path, "--max-restarts", "5", "--", "python", "usage.py", "--no-such-option")
-    assert done.returncode == 2
-    assert done.stderr.count("unrecognized arguments: --no-such-option") == 1
+    done = launch(tmp_path, "--max-restarts", "5", "--procs", "1", "--", *command)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(said) == 1
     assert "not tried again" in done.stderr
 
 

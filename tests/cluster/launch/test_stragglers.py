@@ -28,7 +28,6 @@ def arrivals(late: dict[int, float], count: int = 100) -> dict[int, dict[Any, fl
 
 def test_the_rank_that_arrives_last_by_far_is_named() -> None:
     straggler = find_straggler(arrivals({2: 0.03}))
-    assert straggler is not None
     assert straggler[0] == 2
     assert 0.25 < straggler[1] < 0.35
 
@@ -64,12 +63,10 @@ def test_a_node_is_confirmed_after_several_checks_in_a_row() -> None:
     assert [(found.node, found.confirmed) for found in findings if found is not None] == [("b", False)] * 4
     assert check(10, None) is None
     anew = check(11, "b")
-    assert anew is not None
     assert (anew.node, anew.confirmed, round(anew.share, 1)) == ("b", False, 0.3)
     for number in range(12, 12 + CHECKS_TO_CONFIRM - 2):
         check(number, "b")
     last = check(20, "b")
-    assert last is not None
     assert last.confirmed
 
 

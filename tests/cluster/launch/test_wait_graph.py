@@ -92,51 +92,56 @@ def causes(**changed: list[GroupTrace]) -> dict[int, str]:
     return {cause.rank: cause.why for cause in find_causes(traces, heard_all=True)}
 
 
+def cause_of(rank: int, **changed: list[GroupTrace]) -> str:
+    """Why it, and no other rank, is the cause."""
+    found = causes(**changed)
+    assert list(found) == [rank]
+    return found[rank]
+
+
 def test_all_in_one_collective_is_nobody_s_fault() -> None:
     assert causes() == {}
 
 
 def test_a_rank_whose_kernel_is_stuck_is_found_through_its_groups() -> None:
     """Its host has launched everything; rank 4 waits for it in tp, and holds up its own FSDP group."""
-    found = causes(
+    why = cause_of(
+        5,
         rank5=step(5, tp=(40, "scheduled"), dp=(12, "scheduled")),
         rank4=step(4, tp=(40, "started"), dp=(12, "scheduled")),
     )
-    assert list(found) == [5]
-    assert "its device has not come to it: a kernel before it is stuck" in found[5]
-    assert "in which ranks 1, 3 and 7 wait" in found[5]
+    assert "its device has not come to it: a kernel before it is stuck" in why
+    assert "in which ranks 1, 3 and 7 wait" in why
 
 
 def test_a_rank_whose_host_is_stuck_is_found_through_its_groups() -> None:
     """It has not launched the all-reduce of tp that rank 4 is in. Six others wait for these two in FSDP."""
-    found = causes(
+    why = cause_of(
+        5,
         rank5=step(5, tp=(39, "completed"), dp=(11, "completed")),
         rank4=step(4, tp=(40, "started"), dp=(11, "completed")),
     )
-    assert list(found) == [5]
-    assert found[5].startswith("is not in the collective that the others wait in: it has not begun nccl:")
+    assert why.startswith("is not in the collective that the others wait in: it has not begun nccl:")
 
 
 def test_without_start_events_a_missing_rank_is_found_and_a_stuck_kernel_is_not() -> None:
     """TORCH_NCCL_ENABLE_TIMING is off by default: nothing is ever "started"."""
     scheduled = {f"rank{rank}": step(rank, dp=(12, "scheduled")) for rank in range(8)}
     assert causes(**scheduled) == {}
-    assert list(causes(**{**scheduled, "rank5": step(5, dp=(11, "completed"))})) == [5]
+    assert cause_of(5, **{**scheduled, "rank5": step(5, dp=(11, "completed"))})
 
 
 def test_a_rank_that_diverged_is_named_with_both_collectives() -> None:
     other = [entry("2", "nccl:_all_gather_base", 11), entry("2", "nccl:all_reduce", 12, "started")]
-    found = causes(rank3=trace(3, other))
-    assert list(found) == [3]
-    assert "is in another collective than the others: nccl:all_reduce number 12 of group mesh_dp_shard" in found[3]
-    assert "where ranks 1, 5 and 7 began nccl:_reduce_scatter_base number 12" in found[3]
+    why = cause_of(3, rank3=trace(3, other))
+    assert "is in another collective than the others: nccl:all_reduce number 12 of group mesh_dp_shard" in why
+    assert "where ranks 1, 5 and 7 began nccl:_reduce_scatter_base number 12" in why
 
 
 def test_a_rank_with_another_size_is_named() -> None:
     short = entry("2", "nccl:_reduce_scatter_base", 12, "started", input_sizes=[[4092]], output_sizes=[[1023]])
-    found = causes(rank6=trace(6, [entry("2", "nccl:_all_gather_base", 11), short]))
-    assert list(found) == [6]
-    assert "(BFloat16 [4092]), where ranks 0, 2 and 4 began" in found[6]
+    why = cause_of(6, rank6=trace(6, [entry("2", "nccl:_all_gather_base", 11), short]))
+    assert "(BFloat16 [4092]), where ranks 0, 2 and 4 began" in why
     uneven = {
         f"rank{rank}": trace(rank, [entry("2", "nccl:all_to_all", 12, "started", input_sizes=[[rank]])])
         for rank in range(8)
@@ -150,40 +155,25 @@ def test_two_ranks_in_different_collectives_are_both_named() -> None:
 
 
 def test_a_dead_rank_is_named_once_all_nodes_have_reported() -> None:
-    found = causes(rank2=[])
-    assert list(found) == [2]
-    assert found[2].startswith("sent no trace: it has exited or does not answer")
+    assert cause_of(2, rank2=[]).startswith("sent no trace: it has exited or does not answer")
     of_one_node = {rank: WAITING[rank] for rank in range(4)}
     assert find_causes(of_one_node, heard_all=False) == [], "ranks 4 to 7 report to another agent"
     assert [cause.rank for cause in find_causes(of_one_node, heard_all=True)] == [4, 5, 6, 7]
 
 
 def test_a_rank_that_is_still_in_an_earlier_collective_is_named() -> None:
-    found = causes(rank1=trace(1, [entry("2", "nccl:_all_gather_base", 11, "started")]))
-    assert list(found) == [1]
-    assert found[1].startswith("has not completed nccl:_all_gather_base number 11 of group mesh_dp_shard")
+    why = cause_of(1, rank1=trace(1, [entry("2", "nccl:_all_gather_base", 11, "started")]))
+    assert why.startswith("has not completed nccl:_all_gather_base number 11 of group mesh_dp_shard")
 
 
 def test_pipeline_ranks_wait_for_the_one_that_does_not_send() -> None:
     """Rank 2 waits for rank 1, rank 1 for rank 0, which is busy."""
-
-    def pipeline(rank: int, *entries: dict[str, Any]) -> list[GroupTrace]:
-        return trace(rank, entries)
-
-    found = find_causes(
-        {
-            0: pipeline(0, entry("0", "nccl:send 0->1", 4)),
-            1: pipeline(1, entry("0", "nccl:recv 1<-0", 5, "started")),
-            2: pipeline(2, entry("0", "nccl:recv 2<-1", 3, "started")),
-        },
-        heard_all=False,
-    )
-    assert [cause.rank for cause in found] == [0]
-    assert "has not begun nccl:recv 1<-0 number 5 of group default_pg" in found[0].why
-    both_ends = {
-        0: pipeline(0, entry("0", "nccl:send 0->1", 4, "started")),
-        1: pipeline(1, entry("0", "nccl:recv 1<-0", 5, "started")),
-    }
+    first, last = (trace(rank, [entry("0", f"nccl:recv {rank}<-{rank - 1}", 5, "started")]) for rank in (1, 2))
+    traces = {0: trace(0, [entry("0", "nccl:send 0->1", 4)]), 1: first, 2: last}
+    (cause,) = find_causes(traces, heard_all=False)
+    assert cause.rank == 0
+    assert "has not begun nccl:recv 1<-0 number 5 of group default_pg" in cause.why
+    both_ends = {0: trace(0, [entry("0", "nccl:send 0->1", 4, "started")]), 1: first}
     assert find_causes(both_ends, heard_all=False) == []
 
 
@@ -266,7 +256,6 @@ def test_real_traces_of_gloo_lead_to_the_rank_that_is_not_there(tmp_path: Path) 
     ]
     try:
         for process in ranks:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
     finally:
         for process in ranks:
