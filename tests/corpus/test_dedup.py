@@ -72,7 +72,8 @@ def plain_shingles(text: str, code: bool) -> set[tuple[str, ...]]:
 
 
 def jaccard(one: set[Any], other: set[Any]) -> float:
-    return len(one & other) / max(1, len(one | other))
+    shared = len(one & other)
+    return shared / max(1, len(one) + len(other) - shared)
 
 
 def edit(rng: random.Random, units: list[str], share: float, words: Callable[[], str], block: bool) -> list[str]:
