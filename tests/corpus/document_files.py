@@ -123,10 +123,12 @@ def hostile_pdfs(mib: int) -> dict[str, bytes]:
 
 
 def zip_of(members: Mapping[str, bytes]) -> bytes:
+    """All members are compressed, but for the one that says of an EPUB what it is."""
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            how = zipfile.ZIP_STORED if name == "mimetype" else zipfile.ZIP_DEFLATED
+            archive.writestr(zipfile.ZipInfo(name), data, how)
     return sink.getvalue()
 
 
@@ -191,17 +193,12 @@ def make_epub(
     order = spine or "".join(f'<itemref idref="c{number}"/>' for number in range(len(chapters)))
     book = f"<metadata xmlns:dc='http://dc'><dc:title>{title}</dc:title></metadata><manifest>{items}</manifest>"
     members = {
+        "mimetype": b"application/epub+zip",
         "META-INF/container.xml": CONTAINER,
         "OEBPS/book.opf": f"<package>{book}<spine>{order}</spine></package>".encode(),
         **{f"OEBPS/{link}": page.encode() for link, page in chapters.items()},
-        **(extra or {}),
     }
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo("mimetype"), "application/epub+zip", zipfile.ZIP_STORED)
-        for name, data in members.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-    return sink.getvalue()
+    return zip_of(members | (extra or {}))
 
 
 def nested_page(tags: int) -> str:

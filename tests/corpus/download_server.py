@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,24 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 BLOCK = 1 << 18
 
 
+class Readable:
+    size: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        raise NotImplementedError
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for start in range(0, self.size, BLOCK):
+            digest.update(self.read(start, start + BLOCK))
+        return digest.hexdigest()
+
+    def git_blob(self) -> str:
+        return hashlib.sha1(f"blob {self.size}\0".encode() + self.read(0, self.size)).hexdigest()
+
+
 @dataclass(frozen=True)
-class Content:
+class Content(Readable):
     """Bytes of any length, made when they are read."""
 
     size: int
@@ -35,55 +52,36 @@ class Content:
         blocks = b"".join(self._block(number) for number in range(first, -(-stop // BLOCK)))
         return blocks[start - first * BLOCK : stop - first * BLOCK]
 
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for start in range(0, self.size, BLOCK):
-            digest.update(self.read(start, start + BLOCK))
-        return digest.hexdigest()
-
-    def git_blob(self) -> str:
-        return hashlib.sha1(f"blob {self.size}\0".encode() + self.read(0, self.size)).hexdigest()
-
     def _block(self, number: int) -> bytes:
         """No two blocks are equal: each begins with its number and is rotated by another amount."""
         noise, turn = _noise(self.seed), number * 7919 % BLOCK
         return struct.pack("<Q", number) + (noise[turn:] + noise[:turn])[8:]
 
 
-_NOISE: dict[int, bytes] = {}
-
-
+@cache
 def _noise(seed: int) -> bytes:
-    if seed not in _NOISE:
-        _NOISE[seed] = random.Random(seed).randbytes(BLOCK)
-    return _NOISE[seed]
+    return random.Random(seed).randbytes(BLOCK)
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Readable):
     """Content that is given."""
 
     data: bytes
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         return len(self.data)
 
     def read(self, start: int, stop: int) -> bytes:
         return self.data[start:stop]
-
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    def git_blob(self) -> str:
-        return hashlib.sha1(f"blob {self.size}\0".encode() + self.data).hexdigest()
 
 
 @dataclass
 class Page:
     """A file, and how the server misbehaves with it."""
 
-    content: Content | Text
+    content: Readable
     etag: str | None = '"v1"'
     ranges: bool = True
     cut_after: int | None = None
@@ -264,7 +262,7 @@ class FakeHub(Server):
         """Bodies in place of those of the API, by path."""
         self.prefix = place if place.startswith("datasets/") else place.removeprefix("models/")
 
-    def add_file(self, path: str, content: Content | Text, lfs: bool = True, **changes: Any) -> Page:
+    def add_file(self, path: str, content: Readable, lfs: bool = True, **changes: Any) -> Page:
         entry: dict[str, Any] = {"type": "file", "path": path, "size": content.size, "oid": content.git_blob()}
         if lfs:
             entry["lfs"] = {"oid": content.sha256(), "size": content.size, "pointerSize": 134}

@@ -10,17 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpus.test_validation_blocks import book
-from zero2all.base.conversation import Conversation
-from zero2all.base.errors import Z2aError
+from tests.corpus.builds import Row, corpus_of, rows_of, source_of, write_lines
+from tests.corpus.test_validation import book
+from zero2all.base.conversation import ChatExample, Conversation, MalformedConversationError, SourceKind
+from zero2all.base.errors import RecipeError, Z2aError
 from zero2all.corpus import BuiltCorpus, build_corpus
+from zero2all.corpus.chat_shapes import find_example
 from zero2all.corpus.corpus_export import export_documents
 from zero2all.corpus.ingest import CHAT_IN_TEXT
 from zero2all.corpus.sniff import sniff
 from zero2all.corpus.validation_split import COPY
 from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
 
-Row = dict[str, Any]
 TURNS = [("user", "Who are you?"), ("assistant", "A model."), ("user", "Thanks."), ("assistant", "You are welcome.")]
 TOOLS = [{"name": "search", "description": "Find it", "parameters": {"type": "object", "properties": {}}}]
 CALL = {"name": "search", "arguments": {"q": "x", "a": 1}}
@@ -65,21 +66,17 @@ def moss(turns: list[tuple[str, str]]) -> Row:
 SHAPES = {shape.__name__: shape for shape in (openai, sharegpt, parts, pairs, alpaca, moss)}
 
 
-def recipe_of(root: Path, options: Row | None = None, **source: Any) -> CorpusRecipe:
-    given = {"name": "chat", "kind": "chat", "paths": [str(root / "chat.jsonl")], **source}
-    return CorpusRecipe(**{"sources": [SourceRecipe(**given)], "holdout": 0.0, **(options or {})})
+def recipe_of(root: Path, options: Row | None = None, path: Path | None = None, **source: Any) -> CorpusRecipe:
+    """With the default filters of conversations."""
+    given = source_of(path or root / "chat.jsonl", "chat", **{"kind": "chat", **source})
+    return CorpusRecipe(**{"sources": [given], "holdout": 0.0, **(options or {})})
 
 
 def build(root: Path, records: list[Any], options: Row | None = None, **source: Any) -> tuple[BuiltCorpus, list[Row]]:
     """Records as JSONL; the manifest, and the rows of both splits."""
     root.mkdir(exist_ok=True)
-    lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    (root / "chat.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return build_corpus(recipe_of(root, options, **source), root / "out"), rows(root / "out")
-
-
-def rows(documents: Path) -> list[Row]:
-    return [row for path in sorted(documents.glob("*/*.parquet")) for row in pq.read_table(path).to_pylist()]
+    write_lines(root / "chat.jsonl", records)
+    return build_corpus(recipe_of(root, options, **source), root / "out"), rows_of(root / "out")
 
 
 def messages(row: Row) -> list[tuple[str, str]]:
@@ -101,7 +98,7 @@ def test_every_shape_gives_the_same_messages(shape: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_conversation_a_file_is_not_taken_for_a_list_of_records(shape: str, tmp_path: Path, raw: Path) -> None:
     (raw / "one.json").write_text(json.dumps(SHAPES[shape](TURNS) | {"tools": TOOLS * 9}, indent=1))
-    _, (row,) = build(tmp_path, [], paths=[str(raw)])
+    _, (row,) = build(tmp_path, [], path=raw)
     assert messages(row) == TURNS
 
 
@@ -109,7 +106,7 @@ def test_conversations_in_parquet_have_null_fields(tmp_path: Path) -> None:
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     table = pa.Table.from_pylist([{"prompt_id": "p", "messages": [*openai(TURNS)["messages"], calls]}])
     pq.write_table(table, tmp_path / "chat.parquet")
-    _, (row,) = build(tmp_path, [], paths=[str(tmp_path / "chat.parquet")])
+    _, (row,) = build(tmp_path, [], path=tmp_path / "chat.parquet")
     assert messages(row) == [*TURNS, ("assistant", "")]
 
 
@@ -157,8 +154,8 @@ def test_a_field_of_another_name_may_hold_the_messages(tmp_path: Path) -> None:
 def test_exported_documents_are_read_again(tmp_path: Path) -> None:
     _, (row,) = build(tmp_path / "a", [{**openai(TURNS), "tools": TOOLS}])
     export_documents(tmp_path / "a" / "out", tmp_path / "exported")
-    files = [str(path) for path in (tmp_path / "exported").glob("train/*.jsonl")]
-    _, (again,) = build(tmp_path / "b", [], paths=files, fields={"content": "others.messages"})
+    fields = {"content": "others.messages"}
+    _, (again,) = build(tmp_path / "b", [], path=tmp_path / "exported" / "train", fields=fields)
     assert Conversation.from_json(json.loads(again["others"])) == Conversation.from_json(json.loads(row["others"]))
 
 
@@ -198,7 +195,7 @@ def test_malformed_conversations_are_counted_by_reason(tmp_path: Path) -> None:
 def test_a_text_file_beside_conversations_is_counted_and_not_read_as_one(tmp_path: Path, raw: Path) -> None:
     (raw / "README.md").write_text("What these conversations are about.")
     with pytest.raises(Z2aError, match="no conversation in it"):
-        build(tmp_path, [], paths=[str(raw)])
+        build(tmp_path, [], path=raw)
 
 
 def test_a_text_source_says_that_its_records_are_conversations(tmp_path: Path) -> None:
@@ -209,11 +206,8 @@ def test_a_text_source_says_that_its_records_are_conversations(tmp_path: Path) -
 def test_filters_change_each_message_and_judge_the_whole(tmp_path: Path) -> None:
     leak = "AKIA" + "ABCDEFGHIJKLMNOP"[::-1]
     private = [("user", "write to me at\u200b me@mail-host.com"), ("assistant", "To me@mail-host.com:   \nhi")]
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"name": "mail", "arguments": {"to": "me@mail-host.com"}}],
-    }
+    calls = [{"name": "mail", "arguments": {"to": "me@mail-host.com"}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     records = [{"messages": [*openai(private)["messages"], call]}, openai([("user", "key?"), ("assistant", leak)])]
     built, (row,) = build(tmp_path, records)
     assert messages(row) == [("user", "write to me at <email>"), ("assistant", "To <email>:\nhi"), ("assistant", "")]
@@ -224,20 +218,22 @@ def test_filters_change_each_message_and_judge_the_whole(tmp_path: Path) -> None
     assert counts.changed == {"normalize": 1, "pii": 1}
 
 
-def test_a_conversation_that_a_filter_leaves_without_a_message_is_dropped(tmp_path: Path) -> None:
-    built, kept = build(tmp_path, [openai([("user", "a"), ("assistant", "\u200b")]), openai(TURNS)])
-    assert len(kept) == 1
-    assert [*built.sources["chat"].dropped] == ["normalize: nothing left"]
+SHORT = openai([("user", "2+2?"), ("assistant", "4")])
 
 
-def test_short_answers_are_kept_unless_the_recipe_lists_filters(tmp_path: Path) -> None:
-    short = openai([("user", "2+2?"), ("assistant", "4")])
-    assert len(build(tmp_path / "a", [short])[1]) == 1
-    built, kept = build(
-        tmp_path / "b", [short, openai([(r, t * 9) for r, t in TURNS])], options={"filters": ["too_short"]}
-    )
+@pytest.mark.parametrize(
+    ("records", "options", "dropped"),
+    [
+        ([SHORT], {}, []),  # a default filter of text would drop it
+        ([SHORT, openai([(r, t * 9) for r, t in TURNS])], {"filters": ["too_short"]}, ["too_short: too short"]),
+        ([openai([("user", "a"), ("assistant", "\u200b")]), openai(TURNS)], {}, ["normalize: nothing left"]),
+    ],
+    ids=["short", "short with a filter", "a message without text"],
+)
+def test_filters_drop_whole_conversations(records: list[Row], options: Row, dropped: list[str], tmp_path: Path) -> None:
+    built, kept = build(tmp_path, records, options=options)
     assert len(kept) == 1
-    assert [*built.sources["chat"].dropped] == ["too_short: too short"]
+    assert [*built.sources["chat"].dropped] == dropped
 
 
 def test_duplicates_are_dropped_and_gids_stay(tmp_path: Path) -> None:
@@ -267,16 +263,12 @@ def test_a_rebuild_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_conversation_that_copies_validation_text_is_dropped_as_a_whole(tmp_path: Path) -> None:
     text = book("chat")
     quoting = openai([("user", "Recite the book."), ("assistant", text), ("user", "Thanks."), ("assistant", "Bye.")])
-    for name, record in (("book", {"text": text}), ("chat", quoting), ("other", many(1)[0])):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record))
-    chat_paths = [str(tmp_path / f"{name}.jsonl") for name in ("chat", "other")]
-    sources = [
-        SourceRecipe(name="book", paths=[str(tmp_path / "book.jsonl")]),
-        SourceRecipe(name="chat", kind="chat", paths=chat_paths),
-    ]
-    built = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0.1), tmp_path / "out")
-    chats = [row for row in rows(tmp_path / "out") if row["data_src"] == "chat"]
-    assert [len(messages(row)) for row in chats] == [3]
+    book_source = source_of(write_lines(tmp_path / "book.jsonl", [{"text": text}]), "book")
+    chats = write_lines(tmp_path / "chat.jsonl", [quoting, many(1)[0]])
+    chat_source = SourceRecipe(name="chat", kind="chat", paths=[str(chats)])
+    built = build_corpus(corpus_of(book_source, chat_source, holdout=0.1), tmp_path / "out")
+    rows = [row for row in rows_of(tmp_path / "out") if row["data_src"] == "chat"]
+    assert [len(messages(row)) for row in rows] == [3]
     assert built.sources["chat"].dropped[COPY].documents == 1
 
 
@@ -319,11 +311,145 @@ COUNTS = {  # documents that are read, and records that are malformed
 
 @pytest.mark.slow
 def test_published_files_are_read_whole(shared_corpus: Path, tmp_path: Path) -> None:
-    sources = [
-        SourceRecipe(name=name.partition(".")[0], kind="chat", paths=[str(shared_corpus / "sft" / name)])
-        for name in COUNTS
-    ]
-    built = build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "out")
+    sources = (source_of(shared_corpus / "sft" / name, name.partition(".")[0], kind="chat") for name in COUNTS)
+    built = build_corpus(corpus_of(*sources), tmp_path / "out")
     for name, (documents, malformed) in COUNTS.items():
         counts = built.sources[name.partition(".")[0]]
         assert (counts.read.documents, sum(counts.left_out.values())) == (documents, malformed), name
+
+
+# --- pairs and labels
+
+ASKED, GOOD, BAD = "What is 2 + 2?", "4", "5"
+
+
+def message(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def said(role: str, text: str) -> dict[str, str]:
+    return {"from": role, "value": text}
+
+
+GOOD_MESSAGE, BAD_MESSAGE = message("assistant", GOOD), message("assistant", BAD)
+CHOSEN, REJECTED = ([message("user", ASKED), answer] for answer in (GOOD_MESSAGE, BAD_MESSAGE))
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+    "messages": {"prompt": [message("user", ASKED)], "chosen": [GOOD_MESSAGE], "rejected": [BAD_MESSAGE]},
+    "the prompt in both": {"chosen": CHOSEN, "rejected": REJECTED},
+    "the prompt in both, and once more": {"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED},
+    "ShareGPT": {"conversations": [said("human", ASKED)], "chosen": said("gpt", GOOD), "rejected": said("gpt", BAD)},
+    "ShareGPT with texts": {"conversations": [said("human", ASKED)], "chosen": GOOD, "rejected": BAD},
+    "two messages": {"chosen_messages": CHOSEN, "rejected_messages": REJECTED},
+    "Alpaca": {"instruction": ASKED, "input": "", "output": [GOOD, BAD]},
+    "HH": {"chosen": f"\n\nHuman: {ASKED}\n\nAssistant: {GOOD}", "rejected": f"\n\nHuman: {ASKED}\n\nAssistant: {BAD}"},
+    "question": {"question": ASKED, "response_chosen": GOOD, "response_rejected": BAD},
+}
+
+
+@pytest.mark.parametrize("record", PAIRS.values(), ids=PAIRS)
+def test_every_shape_of_a_pair_gives_the_same_example(record: dict[str, Any]) -> None:
+    example = find_example(record, "preference").example
+    assert example.rejected is not None
+    assert [one.to_json() for one in example.conversation.messages] == CHOSEN
+    assert [one.to_json() for one in example.rejected.messages] == REJECTED
+    assert example.first_learned == 1
+    assert ChatExample.from_json(example.to_json(), "preference") == example
+    assert example.text == f"{ASKED}\n\n{GOOD}\n\n{BAD}"
+
+
+def test_the_prompt_of_several_turns_and_its_system_prompt_belong_to_both_answers() -> None:
+    history = [["Hello", "Hi"]]
+    record = {"prompt": ASKED, "history": history, "chosen": GOOD, "rejected": BAD, "system": "Be brief."}
+    example = find_example(record, "preference").example
+    assert [one.role for one in example.conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert example.first_learned == 4
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": ASKED, "completion": GOOD, "label": True},
+        {"prompt": [message("user", ASKED)], "completion": [GOOD_MESSAGE], "label": 1},
+        {"messages": CHOSEN, "label": True},
+        {"instruction": ASKED, "output": GOOD, "kto_tag": True},
+    ],
+)
+def test_every_shape_of_a_label_gives_the_same_example(record: dict[str, Any]) -> None:
+    example = find_example(record, "rating").example
+    assert (example.desirable, example.first_learned) == (True, 1)
+    assert [one.content for one in example.conversation.messages] == [ASKED, GOOD]
+    with pytest.raises(MalformedConversationError, match="no label"):
+        find_example({name: value for name, value in record.items() if name not in ("label", "kto_tag")}, "rating")
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "reason"),
+    [
+        ({"prompt": ASKED, "chosen": GOOD, "rejected": GOOD}, "preference", "chosen and rejected are equal"),
+        ({"prompt": ASKED, "chosen": GOOD}, "preference", "no chosen and rejected answer in it"),
+        ({"chosen": GOOD, "rejected": BAD}, "preference", "no prompt before the answers"),
+        ({"prompt": ASKED, "chosen": GOOD, "rejected": ""}, "preference", "empty message"),
+        ({"prompt": ASKED, "chosen": GOOD, "rejected": None}, "preference", "message is not an object"),
+        ({"prompt": ASKED, "chosen": 4, "rejected": 5}, "preference", "message is not an object"),
+        ({"instruction": ASKED, "output": [GOOD]}, "preference", "no chosen and rejected answer in it"),
+        (
+            {"prompt": ASKED, "chosen": [message("user", "x")], "rejected": BAD},
+            "preference",
+            "no assistant message",
+        ),
+        # of another kind: the kind that reads it is named
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chat", "kind: preference"),
+        ({"chosen": CHOSEN, "rejected": CHOSEN}, "chat", "kind: preference"),
+        ({"chosen_messages": CHOSEN, "rejected_messages": CHOSEN}, "chat", "kind: preference"),
+        ({"question": "q", "response_chosen": "a", "response_rejected": "b"}, "chat", "kind: preference"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "rating", "kind: preference"),
+        ({"prompt": "q", "completion": "a", "label": True}, "chat", "kind: rating"),
+        ({"messages": CHOSEN}, "preference", "kind: chat"),
+        ({"text": "words"}, "chat", "no conversation in it"),
+    ],
+)
+def test_a_malformed_record_has_a_reason(record: dict[str, Any], kind: SourceKind, reason: str) -> None:
+    with pytest.raises(MalformedConversationError, match=reason):
+        find_example(record, kind)
+
+
+def examples_of(out: Path, kind: SourceKind, path: Path) -> tuple[int, dict[str, int], list[ChatExample]]:
+    """Records that were read, reasons for what was left out, and the examples."""
+    counts = build_corpus(corpus_of(source_of(path, kind=kind), filters=None), out).sources["s"]
+    examples = [ChatExample.from_json(json.loads(row["others"]), kind) for row in rows_of(out, "train")]
+    return counts.read.documents, counts.left_out, examples
+
+
+def test_filters_change_both_answers_and_other_fields_stay(tmp_path: Path) -> None:
+    record = {"prompt": "Mail?", "chosen": "zhang.wei@gmail.com", "rejected": "No.", "source": "x", "label": "kept"}
+    _, _, (example,) = examples_of(tmp_path / "out", "preference", write_lines(tmp_path / "pairs.jsonl", [record]))
+    assert "gmail" not in example.conversation.messages[-1].content
+    others = json.loads(rows_of(tmp_path / "out")[0]["others"])
+    assert (others["source"], others["label"]) == ("x", "kept")
+
+
+def test_published_pairs_and_labels_are_read_whole(shared_corpus: Path, tmp_path: Path) -> None:
+    directory = shared_corpus / "dpo"
+    counts = {}
+    for path in sorted(directory.glob("*dpo*")):
+        counts[path.name], reasons, examples = examples_of(tmp_path / path.stem, "preference", path)
+        assert not reasons, (path, reasons)
+        assert all(example.rejected is not None and example.first_learned >= 1 for example in examples)
+    assert counts == {
+        "llamafactory_dpo_en_demo.json": 300,
+        "llamafactory_dpo_zh_demo.json": 300,
+        "llamafactory_v1_dpo_demo.jsonl": 10,
+        "medicalgpt_dpo_zh_500.jsonl": 499,
+    }
+    ratings, reasons, examples = examples_of(tmp_path / "kto", "rating", directory / "llamafactory_kto_en_demo.json")
+    assert (ratings, reasons) == (300, {})
+    assert {example.desirable for example in examples} == {True, False}
+
+
+def test_settings_of_other_kinds_are_refused() -> None:
+    source = "{name: a, paths: [x], kind: preference, fields: {content: data}, mapping: alpaca}"
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe("", [f"corpus.sources=[{source}]"])
+    assert "fields.content is for kind: text and chat" in str(caught.value)
+    assert "mapping is for kind: text" in str(caught.value)

@@ -25,6 +25,22 @@ def problems(directory: Path, text: str, *overrides: str) -> list[RecipeProblem]
     return found
 
 
+REFUSED = """train: {steps: 1, lr: 3}
+corpus:
+  sources:
+    - {name: a, paths: [texts, nowhere]}
+    - name: b
+      paths: [s3://bucket/x]
+      mapping: alpacca
+  decontaminate: [exams]
+  filters:
+    - normalize
+    - too_shrt
+    - {name: too_short, min_char: 3, max_chars: 5}
+    - {name: quality_score, model: nowhere/quality}
+"""
+
+
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -77,22 +93,7 @@ def test_a_large_directory_is_searched_only_up_to_its_first_file(texts: Path, mo
 
 
 def test_everything_that_the_build_would_refuse_is_reported_with_its_line(texts: Path) -> None:
-    found = problems(
-        texts,
-        "train: {steps: 1, lr: 3}\n"
-        "corpus:\n"
-        "  sources:\n"
-        "    - {name: a, paths: [texts, nowhere]}\n"
-        "    - name: b\n"
-        "      paths: [s3://bucket/x]\n"
-        "      mapping: alpacca\n"
-        "  decontaminate: [exams]\n"
-        "  filters:\n"
-        "    - normalize\n"
-        "    - too_shrt\n"
-        "    - {name: too_short, min_char: 3, max_chars: 5}\n"
-        "    - {name: quality_score, model: nowhere/quality}\n",
-    )
+    found = problems(texts, REFUSED)
     assert [(one.line, one.path) for one in found] == [
         (1, "train.lr"),
         (4, "corpus.sources.0.paths.1"),
@@ -119,15 +120,10 @@ def test_paths_and_filters_of_an_override_are_mistakes_of_the_override(texts: Pa
     assert "filter too_short, option min_chars" in found[1].message
 
 
-def test_a_misspelled_option_is_not_missing_as_well(texts: Path) -> None:
+def test_nothing_else_is_reported(texts: Path) -> None:
+    """Not that a misspelled option is missing as well, and no path of a source that is wrong otherwise."""
     [found] = problems(texts, "{train: {steps: 1}, corpus: {filters: [{name: quality_score, modle: x}]}}")
     assert found.message == "filter quality_score has no option 'modle'; did you mean 'model'?"
-
-
-def test_a_source_that_is_wrong_otherwise_is_not_searched_for(texts: Path) -> None:
     [found] = problems(texts, "{train: {steps: 1}, corpus: {sources: [{name: a/b, paths: [nowhere]}]}}")
     assert found.path == "corpus.sources.0.name"
-
-
-def test_a_recipe_whose_paths_exist_is_valid(texts: Path) -> None:
     assert problems(texts, "{train: {steps: 1}, corpus: {sources: [{name: a, paths: [texts]}], filters: []}}") == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import io
-import json
 import multiprocessing
 import random
 import re
@@ -23,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus import document_files as make
+from tests.corpus.builds import build_source, texts_of, write_lines
 from zero2all.base import limited_process
-from zero2all.corpus import BuiltCorpus, build_corpus, summary_lines
+from zero2all.corpus import BuiltCorpus, summary_lines
 from zero2all.corpus.ingest import FileStats, read_documents
 from zero2all.corpus.readers import (
     BrokenRecord,
@@ -52,7 +51,7 @@ from zero2all.corpus.readers.formats import FileFormat
 from zero2all.corpus.readers.plain_text import sensible_title
 from zero2all.corpus.readers.web_pages import close_empty_elements, html_to_text
 from zero2all.corpus.sniff import sniff
-from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.recipe import SourceRecipe
 from zero2all.tokenizer import template_child
 
 pytest.importorskip("pypdf")
@@ -233,11 +232,8 @@ def test_a_missing_chapter_is_counted_and_the_others_are_read(tmp_path: Path) ->
 
 # --- 7z and RAR
 
-MEMBERS = {
-    "a/one.txt": b"the first text",
-    "二.jsonl": b'{"text": "the second"}\n',
-    "picture.png": b"\x89PNG\r\n\x1a\n\0\0",
-}
+PNG = b"\x89PNG\r\n\x1a\n\0\0"
+MEMBERS = {"a/one.txt": b"the first text", "二.jsonl": b'{"text": "the second"}\n', "picture.png": PNG}
 PACK = {
     "a.7z": lambda: make.make_7z(list(MEMBERS.items())),
     "a.rar": lambda: make.make_rar(MEMBERS),
@@ -315,8 +311,7 @@ def test_without_the_extra_the_file_and_the_remedy_are_named(
     (raw / "a.bin").write_bytes(bytes(9))
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
-    built = build_corpus(recipe, tmp_path / "documents")
+    built = build_source(raw, tmp_path / "documents")
     first = f"  skipped: 1 file (needs pip install 'zero2all[corpus]': {name}), 3 records ("
     assert summary_lines(built)[1].startswith(first)  # before reasons that are more frequent
 
@@ -332,49 +327,33 @@ def test_without_the_system_library_the_remedy_is_its_package(tmp_path: Path, mo
 
 # --- hostile files
 
+REASONS = {  # and the files that are left out, or parts of which are left out, for it
+    "encrypted": "encrypted.pdf encrypted.epub encrypted.7z encrypted.rar",
+    "encrypted, or an old Word file": "encrypted.docx",
+    "XML with declarations in it": "entities.docx outside-entity.docx defaults.docx entities.epub",
+    "XML with too large or too many tags": "attributes.docx names.docx",
+    "broken XML": "not-xml.docx",
+    "nested too deep": "nested.docx",
+    "unpacks to more than 250 times its size": "bomb.docx bomb.7z many-bombs.7z claims.rar",
+    "binary, not text": "many-bombs.7z",
+    "broken archive": "truncated.docx truncated.epub",
+    "broken file (ArchiveError)": "truncated.7z broken.7z truncated.rar broken.rar broken5.rar",
+    "part missing": "no-body.docx no-container.epub",
+    "more than 50000 chapters": "many-chapters.epub",
+    "no readable chapter": "empty-elements.epub outside.epub bomb.epub",
+    "broken chapter": "outside.epub bomb.epub",
+    "path that leaves the archive": "traps.7z traps.rar",
+    "archive inside an archive": "traps.7z traps.rar",
+    "link or device": "traps.7z",
+}
 EXPECTED: dict[str, set[str]] = {
-    "encrypted.pdf": {"encrypted"},
-    "entities.docx": {"XML with declarations in it"},
-    "outside-entity.docx": {"XML with declarations in it"},
-    "defaults.docx": {"XML with declarations in it"},
-    "attributes.docx": {"XML with too large or too many tags"},
-    "names.docx": {"XML with too large or too many tags"},
-    "nested.docx": {"nested too deep"},
-    "bomb.docx": {"unpacks to more than 250 times its size"},
-    "truncated.docx": {"broken archive"},
-    "no-body.docx": {"part missing"},
-    "not-xml.docx": {"broken XML"},
-    "encrypted.docx": {"encrypted, or an old Word file"},
-    "encrypted.epub": {"encrypted"},
-    "entities.epub": {"XML with declarations in it"},
-    "many-chapters.epub": {"more than 50000 chapters"},
-    "empty-elements.epub": {"no readable chapter"},
-    "outside.epub": {"broken chapter", "no readable chapter"},
-    "bomb.epub": {"broken chapter", "no readable chapter"},
-    "no-container.epub": {"part missing"},
-    "truncated.epub": {"broken archive"},
-    "traps.7z": {"path that leaves the archive", "link or device", "archive inside an archive"},
-    "traps.rar": {"path that leaves the archive", "archive inside an archive"},
-    "encrypted.7z": {"encrypted"},
-    "bomb.7z": {"unpacks to more than 250 times its size"},
-    "many-bombs.7z": {"binary, not text", "unpacks to more than 250 times its size"},
-    "truncated.7z": {"broken file (ArchiveError)"},
-    "broken.7z": {"broken file (ArchiveError)"},
-    "encrypted.rar": {"encrypted"},
-    "truncated.rar": {"broken file (ArchiveError)"},
-    "claims.rar": {"unpacks to more than 250 times its size"},
-    "broken.rar": {"broken file (ArchiveError)"},
-    "broken5.rar": {"broken file (ArchiveError)"},
+    name: {reason for reason, files in REASONS.items() if name in files.split()}
+    for name in " ".join(REASONS.values()).split()
 }
 # Of files that end by a limit on time or memory, or whose reason is the parser's.
 OTHER_REASONS = (
-    "broken",
-    "text larger",
-    "no text layer",
-    "no readable chapter",
-    "takes more than",
-    "needs more than",
-    "crashed",
+    *("broken", "text larger", "no text layer", "no readable chapter"),
+    *("takes more than", "needs more than", "crashed"),
 )
 T = TypeVar("T")
 PEAK_MIB = 700  # of this process and of the child, which may have 512
@@ -390,11 +369,11 @@ def _measured(function: Callable[..., T], *args: object) -> tuple[T, int]:
     return function(*args), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
 
 
-def build_with_strict_limits(recipe: CorpusRecipe, documents: Path) -> BuiltCorpus:
+def build_with_strict_limits(raw: Path, documents: Path) -> BuiltCorpus:
     limits = replace(STRICT, reader_seconds=3)  # to import a parser takes a second on a busy machine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "ReadLimits", lambda: limits)
-        return build_corpus(recipe, documents)
+        return build_source(raw, documents)
 
 
 @needs_libarchive
@@ -410,11 +389,11 @@ def test_a_folder_of_every_format_is_built_and_every_hostile_file_is_named(
     hostile = {name: data for name, data in hostile.items() if all_hostile or name in EXPECTED}
     for name, data in {**dict(good.values()), **hostile}.items():
         (raw / name).write_bytes(data)
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
-    built, peak = measure_children(build_with_strict_limits, recipe, tmp_path / "documents")
-    left_out = built.left_out["raw"]
-    texts = pq.read_table(tmp_path / "documents" / "train")["content"].to_pylist()
-    assert sorted(text.strip(" \n#") for text in texts) == sorted(f"the text of {one}" for one in good)
+    built, peak = measure_children(build_with_strict_limits, raw, tmp_path / "documents")
+    left_out = built.left_out["s"]
+    assert sorted(text.strip(" \n#") for text in texts_of(tmp_path / "documents")) == sorted(
+        f"the text of {one}" for one in good
+    )
     reasons: dict[str, set[str]] = {}
     for by_reason in (left_out.files, left_out.record_files):
         for reason, files in by_reason.items():
@@ -446,8 +425,8 @@ def test_a_page_that_would_take_hours_is_one_broken_record(tmp_path: Path, monke
     broken, record = read_data(tmp_path, "a.warc", responses)
     assert (broken.reason, record["content"]) == ("takes more than 1 s to read", "fine")
     rows = [{"body": make.nested_page(300_000)}, {"body": fine}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = SourceRecipe(name="s", paths=[str(tmp_path / "a.jsonl")], fields={"content": "body|html"})
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = SourceRecipe(name="s", paths=[str(path)], fields={"content": "body|html"})
     stats = FileStats()
     (batch,) = read_documents(list_files(source)[0], source, stats)
     assert batch["content"].to_pylist() == ["fine"]
@@ -508,17 +487,15 @@ def test_a_zip_member_is_unpacked_in_pieces_whatever_its_compression(tmp_path: P
 
 def test_a_zip_directory_is_not_read_into_memory_at_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_ZIP_DIRECTORY_BYTES", 1 << 20)
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as archive:
-        for number in range(20):
-            archive.writestr(f"{number}" + "x" * 60_000, b"text")
+    data = make.zip_of({f"{number}" + "x" * 60_000: b"text" for number in range(20)})
     with pytest.raises(UnreadableFileError, match="directory larger than 1 MiB"):
-        read_data(tmp_path, "a.zip", sink.getvalue())
+        read_data(tmp_path, "a.zip", data)
 
 
 def test_xml_costs_time_in_proportion_to_its_size(tmp_path: Path) -> None:
     """The long name of a namespace does not come with every element, and a title does not grow by pieces."""
-    long_name = zip_of_word(f"<w:document xmlns:w='{'x' * 1_000_000}'><w:body>" + "<w:p/>" * 5000)
+    document = f"<w:document xmlns:w='{'x' * 1_000_000}'><w:body>" + "<w:p/>" * 5000
+    long_name = make.zip_of({"word/document.xml": document.encode()})
     start = time.process_time()
     with pytest.raises(UnreadableFileError, match="broken XML"):
         read_data(tmp_path, "a.docx", long_name)
@@ -528,10 +505,6 @@ def test_xml_costs_time_in_proportion_to_its_size(tmp_path: Path) -> None:
     assert len(title.found) < 2_000_000
     (record,) = read_data(tmp_path, "b.docx", make.make_docx(make.paragraph("text"), title="长 " * 2000))
     assert record["title"] == "长 " * 150
-
-
-def zip_of_word(xml: str) -> bytes:
-    return make.zip_of({"word/document.xml": xml.encode()})
 
 
 def test_a_pdf_of_more_pages_or_text_than_any_real_one_is_counted(
@@ -545,11 +518,7 @@ def test_a_pdf_of_more_pages_or_text_than_any_real_one_is_counted(
 
 
 def test_a_zip_directory_is_counted_not_believed(tmp_path: Path) -> None:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as archive:
-        for number in range(300):
-            archive.writestr(f"{number}.txt", b"text")
-    data = bytearray(sink.getvalue())
+    data = bytearray(make.zip_of({f"{number}.txt": b"text" for number in range(300)}))
     end = data.rfind(b"PK\x05\x06")
     data[end + 8 : end + 12] = b"\x01\x00\x01\x00"  # claims one member
     (tmp_path / "a.zip").write_bytes(data)
@@ -558,13 +527,18 @@ def test_a_zip_directory_is_counted_not_believed(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.zip", ReadLimits(members=300))) == 300
 
 
-PROGRAM = """
-import os, sys
+PROGRAM = "import os, sys\ndef main(connection, *words):\n    connection.recv_bytes()\n    {action}\n"
+Replace = Callable[[str], None]
 
-def main(connection, *words):
-    connection.recv_bytes()
-    {action}
-"""
+
+@pytest.fixture
+def replace_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replace:
+    def replace_by(action: str) -> None:
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM.format(action=action))
+        monkeypatch.setattr(reader_process, "PROGRAM", program)
+
+    return replace_by
 
 
 @pytest.mark.parametrize(
@@ -579,11 +553,9 @@ def main(connection, *words):
     ],
 )
 def test_a_parser_that_hangs_or_crashes_takes_only_its_file_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]], action: str, reason: str
+    tmp_path: Path, replace_parser: Replace, children: list[subprocess.Popen[bytes]], action: str, reason: str
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(action=action))
-    monkeypatch.setattr(reader_process, "PROGRAM", program)
+    replace_parser(action)
     start = time.monotonic()
     with pytest.raises(UnreadableFileError, match=re.escape(reason)):
         read_data(tmp_path, "a.pdf", make.make_pdf([["text"]]), ReadLimits(reader_seconds=1, record_bytes=1 << 20))
@@ -591,20 +563,17 @@ def test_a_parser_that_hangs_or_crashes_takes_only_its_file_with_it(
     assert [process.returncode is None for process in children] == [False]
 
 
-def test_a_parser_that_neither_computes_nor_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(action="connection.recv_bytes()"))
-    monkeypatch.setattr(reader_process, "PROGRAM", program)
+def test_a_parser_that_neither_computes_nor_answers_is_ended(
+    tmp_path: Path, replace_parser: Replace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_parser("connection.recv_bytes()")
     monkeypatch.setattr(reader_process, "WALL_FACTOR", 0.5)
     with pytest.raises(UnreadableFileError, match="takes more than 1 s"):
         read_data(tmp_path, "a.pdf", make.make_pdf([["text"]]), ReadLimits(reader_seconds=1))
 
 
-def test_a_parser_sees_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "program.py"
-    action = "connection.send_bytes(b'F' + repr(sorted(os.environ)).encode()); connection.recv_bytes()"
-    program.write_text(PROGRAM.format(action=action))
-    monkeypatch.setattr(reader_process, "PROGRAM", program)
+def test_a_parser_sees_no_credentials(tmp_path: Path, replace_parser: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_parser("connection.send_bytes(b'F' + repr(sorted(os.environ)).encode()); connection.recv_bytes()")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(UnreadableFileError) as caught:
         read_data(tmp_path, "a.pdf", make.make_pdf([["text"]]))

@@ -8,33 +8,27 @@ import json
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.corpus.builds import corpus_of, rows_of, source_of, texts_of, write_lines
 from zero2all.base.io import sha256_file
 from zero2all.base.tasks import TaskEngine
 from zero2all.cli.corpus import app
 from zero2all.corpus import build_corpus, corpus_export
 from zero2all.corpus.corpus_export import ExportOptions, export_documents
 from zero2all.corpus.ingest import document_texts
-from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("corpus")
     rows = [{"id": n, "title": f"标题{n}", "text": f"第{n}篇 text {n}\n" * (n % 7 + 1), "n": n} for n in range(200)]
-    (root / "zh.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_lines(root / "zh.jsonl", rows)
     (root / "odd.jsonl").write_text('{"text": "odd numbers, no line end", "x": NaN, "y": {"deep": [1, null, 1e400]}}\n')
-    sources = [SourceRecipe(name=name, paths=[str(root / f"{name}.jsonl")]) for name in ("zh", "odd")]
-    recipe = CorpusRecipe(sources=sources, filters=[], holdout=0.1, shard_size=5000)
-    build_corpus(recipe, root / "documents")
+    sources = (source_of(root / f"{name}.jsonl", name) for name in ("zh", "odd"))
+    build_corpus(corpus_of(*sources, holdout=0.1, shard_size=5000), root / "documents")
     return root / "documents"
-
-
-def rows_of(documents: Path, split: str) -> list[dict[str, str]]:
-    return [row for path in sorted((documents / split).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -52,7 +46,7 @@ def test_json_lines_have_every_document_with_all_its_fields(
     documents: Path, tmp_path: Path, compression: corpus_export.Compression
 ) -> None:
     exported = export_documents(documents, tmp_path / "out", ExportOptions("jsonl", compression=compression))
-    assert exported.documents == sum(len(rows_of(documents, split)) for split in ("train", "valid")) == 201
+    assert exported.documents == len(rows_of(documents)) == 201
     for split in ("train", "valid"):
         rows = [row for path in sorted((tmp_path / "out" / split).iterdir()) for row in read_lines(path)]
         expected = sorted(rows_of(documents, split), key=lambda row: row["gid"])
@@ -66,7 +60,7 @@ def test_json_lines_have_every_document_with_all_its_fields(
 def test_plain_text_is_the_texts_with_a_blank_line_between(documents: Path, tmp_path: Path) -> None:
     export_documents(documents, tmp_path / "out", ExportOptions("text"))
     texts = "".join(path.read_text() for path in sorted((tmp_path / "out" / "train").iterdir()))
-    contents = [row["content"] for row in rows_of(documents, "train")]
+    contents = texts_of(documents, "train")
     assert len(texts) == sum(len(content.removesuffix("\n")) + 2 for content in contents)
     assert all(content.removesuffix("\n") + "\n\n" in texts for content in contents)
 
@@ -117,7 +111,7 @@ def test_a_failed_export_leaves_what_was_there(
 def test_what_is_exported_can_be_a_source(documents: Path, tmp_path: Path) -> None:
     export_documents(documents, tmp_path / "out", ExportOptions(compression="zstd"))
     texts = sorted(document_texts([str(tmp_path / "out" / "train")]))
-    assert texts == sorted(row["content"] for row in rows_of(documents, "train"))
+    assert texts == sorted(texts_of(documents, "train"))
 
 
 def test_the_command_takes_a_recipe_or_the_documents(documents: Path, tmp_path: Path) -> None:

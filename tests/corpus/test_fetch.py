@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ import pytest
 from tests.corpus.download_server import Content, Page, Server, Text, serving
 from zero2all.base.errors import DiskFullError, UsageError, Z2aError
 from zero2all.base.network import http_client
+from zero2all.base.network.http_client import HttpError
 from zero2all.cli.main import app
 from zero2all.corpus.fetch import FetchOptions, FetchResult, fetch_files
 from zero2all.corpus.fetch import fetch as fetch_module
-from zero2all.corpus.fetch.download import PartialFile
+from zero2all.corpus.fetch.download import PartialFile, run_all
+from zero2all.corpus.fetch.remote_file import RemoteFile
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -79,17 +82,6 @@ def test_a_server_without_ranges_sends_the_file_again(options: dict[str, Any], s
     assert entries(tmp_path)["a.bin"]["size"] == 3_000_000
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["with a size", "without a size"])
-def test_a_server_that_cuts_without_ranges_never_delivers_and_that_is_said(
-    chunked: bool, server: Server, tmp_path: Path
-) -> None:
-    url = server.add("/a.bin", Page(Content(500_000), ranges=False, chunked=chunked, cut_after=60_000))
-    with pytest.raises(Z2aError, match=r"a.bin: .*, 6 times in a row"):
-        fetch(url, tmp_path)
-    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
-    assert "a.bin" not in files_in(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -103,43 +95,56 @@ def test_wrong_answers_after_a_right_one_are_an_error(
 ) -> None:
     page = Page(Content(3_000_000), cut_after=1_000_000)
     url = server.add("/a.bin", page)
-    monkeypatch.setattr(
-        fetch_module, "_check_space", lambda to, needed: page.__dict__.update(change)
-    )  # after the first
+    monkeypatch.setattr(fetch_module, "_check_space", lambda *_: page.__dict__.update(change))  # after the first
     with pytest.raises(Z2aError, match=message):
         fetch(url, tmp_path)
     assert "a.bin" not in files_in(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        (Page(Content(200_000), shift=1), "without a valid Content-Range"),
-        (Page(Content(200_000), ranges=False, length=300_000), "no answer from 127.0.0.1"),
-        (Page(Content(200_000), always=(500, {})), "status 500 from 127.0.0.1, 6 times in a row"),
-        (Page(Content(200_000), always=(429, {"Retry-After": "4000"})), "the server asks to wait 1h06m"),
-        (Page(Content(200_000), always=(204, {})), "status 204"),
-    ],
-    ids=["range", "length", "500", "429", "204"],
-)
-def test_after_a_bounded_number_of_requests_it_fails(page: Page, message: str, server: Server, tmp_path: Path) -> None:
+BOUNDED = range(1, 2 * http_client.MAX_FAILURES + 1)
+
+
+def redirect(place: str) -> Page:
+    return Page(Content(10), always=(302, {"Location": place}))
+
+
+def cut_page(chunked: bool) -> Page:
+    return Page(Content(500_000), ranges=False, chunked=chunked, cut_after=60_000)
+
+
+# A page, how it is refused, and after how many requests.
+REFUSED: dict[str, tuple[Page, str, range]] = {
+    **{
+        f"cuts without ranges, {chunked=}": (cut_page(chunked), "a.bin: .*, 6 times in a row", BOUNDED)
+        for chunked in (False, True)
+    },
+    "range": (Page(Content(200_000), shift=1), "without a valid Content-Range", BOUNDED),
+    "length": (Page(Content(200_000), ranges=False, length=300_000), "no answer from 127.0.0.1", BOUNDED),
+    "500": (Page(Content(10), always=(500, {})), "status 500 from 127.0.0.1, 6 times in a row", BOUNDED),
+    "429": (Page(Content(10), always=(429, {"Retry-After": "4000"})), "the server asks to wait 1h06m", BOUNDED),
+    "204": (Page(Content(10), always=(204, {})), "status 204", BOUNDED),
+    **{
+        str(status): (Page(Content(10), always=(status, {})), f"status {status}: .*{message}", range(1, 2))
+        for status, message in ((404, "no such file"), (403, "denies access"), (410, "removed"), (401, "login"))
+    },
+    **{
+        place: (redirect(place), "redirected to .*, which is not http", BOUNDED)
+        for place in ("file:///etc/hostname", "ftp://127.0.0.1/a", "data:,x", "http://:80/", "//[", "gopher:x")
+    },
+    "redirect to itself": (redirect("/a.bin"), "more than 10 redirects", range(11, 12)),
+}
+
+
+@pytest.mark.parametrize(("page", "message", "requests"), REFUSED.values(), ids=REFUSED)
+def test_after_a_bounded_number_of_requests_it_fails(
+    page: Page, message: str, requests: range, server: Server, tmp_path: Path
+) -> None:
     url = server.add("/a.bin", page)
     with pytest.raises(Z2aError, match=message):
         fetch(url, tmp_path)
-    assert len(server.seen) <= 2 * http_client.MAX_FAILURES
-    assert "a.bin" not in files_in(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("status", "message"), [(404, "no such file"), (403, "denies access"), (410, "removed"), (401, "login")]
-)
-def test_what_no_second_request_would_change_is_asked_once(
-    status: int, message: str, server: Server, tmp_path: Path
-) -> None:
-    url = server.add("/a.bin", Page(Content(10), always=(status, {})))
-    with pytest.raises(Z2aError, match=f"status {status}: .*{message}"):
-        fetch(url, tmp_path)
-    assert len(server.seen) == 1
+    assert len(server.seen) in requests
+    assert all(name.endswith(".partial") for name in files_in(tmp_path))
+    assert arrived(tmp_path) <= page.sent
 
 
 def test_passing_failures_are_tried_again(server: Server, tmp_path: Path) -> None:
@@ -160,26 +165,18 @@ def test_a_connection_that_stalls_is_given_up(trickle: bool, server: Server, tmp
         assert files_in(tmp_path) == {"a.bin": page.content.read(0, 200_000)}
 
 
-def test_a_stream_without_a_size_is_bounded(server: Server, tmp_path: Path) -> None:
-    page = Page(Content(100_000), ranges=False, endless=True)
-    url = server.add("/a.bin", page)
+def test_no_more_is_downloaded_than_is_allowed_or_announced(server: Server, tmp_path: Path) -> None:
+    page = Page(Content(700_000))
+    with pytest.raises(UsageError, match=r"a.bin has 700KB, more than 500KB"):
+        fetch(server.add("/a.bin", page), tmp_path, max_size=500_000)
+    assert page.sent <= 1
+    url = server.add("/a.bin", Page(Content(100_000), ranges=False, endless=True))
     with pytest.raises(Z2aError, match=r"does not say its size, and it is larger than 2.00MB: raise --max-size"):
         fetch(url, tmp_path, max_size=2_000_000)
     assert files_in(tmp_path) == {}
-
-
-def test_no_more_bytes_are_kept_than_the_server_announced(server: Server, tmp_path: Path) -> None:
     page = Page(Content(100_000), chunked=True, length=99_999)
     fetch(server.add("/a.bin", page), tmp_path)
     assert files_in(tmp_path) == {"a.bin": page.content.read(0, 99_999)}
-
-
-def test_a_larger_file_than_allowed_is_not_downloaded(server: Server, tmp_path: Path) -> None:
-    page = Page(Content(700_000))
-    url = server.add("/a.bin", page)
-    with pytest.raises(UsageError, match=r"a.bin has 700KB, more than 500KB"):
-        fetch(url, tmp_path, max_size=500_000)
-    assert page.sent <= 1
 
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_left(server: Server, tmp_path: Path) -> None:
@@ -190,23 +187,6 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(server: Server, tmp_pat
     assert files_in(tmp_path) == {}
     fetch(url, tmp_path, sha256=Content(300_000).sha256().upper())
     assert list(files_in(tmp_path)) == ["a.bin"]
-
-
-@pytest.mark.parametrize(
-    "place", ["file:///etc/hostname", "ftp://127.0.0.1/a", "data:,x", "http://:80/", "//[", "gopher:x"]
-)
-def test_a_redirect_leads_only_to_web_servers(place: str, server: Server, tmp_path: Path) -> None:
-    url = server.add("/a.bin", Page(Content(10), always=(302, {"Location": place})))
-    with pytest.raises(Z2aError, match=r"redirected to .*, which is not http"):
-        fetch(url, tmp_path)
-    assert files_in(tmp_path) == {}
-
-
-def test_redirects_are_bounded(server: Server, tmp_path: Path) -> None:
-    url = server.add("/a.bin", Page(Content(10), always=(302, {"Location": "/a.bin"})))
-    with pytest.raises(Z2aError, match="more than 10 redirects"):
-        fetch(url, tmp_path)
-    assert len(server.seen) == 11
 
 
 def test_a_password_goes_to_its_server_only_and_is_written_nowhere(
@@ -230,7 +210,7 @@ def test_a_password_goes_to_its_server_only_and_is_written_nowhere(
     assert entries(tmp_path)["a.bin"]["url"].startswith("http://bob:***@")
 
 
-def test_the_same_command_downloads_nothing_again(server: Server, tmp_path: Path) -> None:
+def test_the_same_command_downloads_only_a_new_version_again(server: Server, tmp_path: Path) -> None:
     page = Page(Content(300_000))
     url = server.add("/a.bin", page)
     fetch(url, tmp_path)
@@ -240,11 +220,6 @@ def test_the_same_command_downloads_nothing_again(server: Server, tmp_path: Path
     assert page.sent - sent <= 1  # only the first byte, to learn the size
     os.utime(tmp_path / "a.bin", (1, 1))  # a copy of the directory may have other times
     assert fetch(url, tmp_path).downloaded_files == 0
-
-
-def test_a_new_version_replaces_the_old_one(server: Server, tmp_path: Path) -> None:
-    url = server.add("/a.bin", Page(Content(300_000)))
-    fetch(url, tmp_path)
     server.add("/a.bin", Page(Content(300_000, seed=1), etag='"v2"'))
     assert fetch(url, tmp_path).downloaded_files == 1
     assert files_in(tmp_path) == {"a.bin": Content(300_000, seed=1).read(0, 300_000)}
@@ -387,28 +362,23 @@ def raw_server(answer: Callable[[socket.socket], None], address: str = "127.0.0.
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def _drip(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
-    while True:
-        connection.sendall(b"x")
-        time.sleep(0.02)
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def _interim(connection: socket.socket) -> None:
-    while True:
-        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        time.sleep(0.001)
-
-
-def _interim_flood(connection: socket.socket) -> None:
-    while True:
-        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
-
-
-@pytest.mark.parametrize("answer", [_drip, _interim, _interim_flood])
+@pytest.mark.parametrize(
+    ("first", "endless", "pause"),
+    [(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.02), (b"", INTERIM, 0.001), (b"", INTERIM * 1000, 0)],
+    ids=["a long header", "interim answers", "a flood of interim answers"],
+)
 def test_headers_that_do_not_end_are_given_up(
-    answer: Callable[[socket.socket], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: bytes, endless: bytes, pause: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(first)
+        while True:
+            connection.sendall(endless)
+            time.sleep(pause)
+
     monkeypatch.setattr(http_client, "MAX_FAILURES", 2)
     with raw_server(answer) as url:
         started = time.monotonic()
@@ -426,11 +396,8 @@ def test_a_redirect_from_the_internet_does_not_lead_into_a_private_network(
     monkeypatch.setattr(http_client, "is_private_address", lambda address: address != "127.0.0.2" and real(address))
     if name == "169.254.169.254":  # the address of a name is that of the connection, not of an earlier lookup
         lookup = socket.getaddrinfo
-        monkeypatch.setattr(
-            socket,
-            "getaddrinfo",
-            lambda host, *more, **named: lookup("127.0.0.1" if host == name else host, *more, **named),
-        )
+        names = {name: "127.0.0.1"}
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **b: lookup(names.get(host, host), *a, **b))
     server.add("/secret.txt", Page(Text(b"secret")))
     target = server.url.replace("127.0.0.1", name) + "/secret.txt"
 
@@ -451,7 +418,7 @@ def test_behind_a_proxy_the_name_of_a_redirect_is_checked() -> None:
     guard = http_client._Hops(20.0)
     guard.check_name("example.org")
     for name in ("localhost", "10.0.0.1", "::1"):
-        with pytest.raises(http_client.HttpError):
+        with pytest.raises(HttpError):
             guard.check_name(name)
     for address in ("::ffff:127.0.0.1", "100.64.0.1", "fe80::1", "0.0.0.0", "192.168.1.1"):
         assert http_client.is_private_address(address)
@@ -518,7 +485,7 @@ def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     assert page.sent - before < 4_000_000
 
 
-def test_without_space_nothing_is_downloaded(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_space_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page(Content(300_000))
     url = server.add("/a.bin", page)
     usage = shutil.disk_usage(tmp_path)
@@ -528,14 +495,10 @@ def test_without_space_nothing_is_downloaded(server: Server, tmp_path: Path, mon
     assert page.sent <= 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=300_000))
     fetch(url, tmp_path)
-
-
-def test_a_disk_that_fills_up_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arrives is written to a device that is always full."""
-    url = server.add("/a.bin", Page(Content(300_000)))
+    # What arrives is written to a device that is always full.
     monkeypatch.setattr(PartialFile, "open", lambda partial: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
     with pytest.raises(DiskFullError, match=f"no space left for {tmp_path}"):
-        fetch(url, tmp_path)
+        fetch(server.add("/b.bin", Page(Content(300_000))), tmp_path)
 
 
 def test_one_bad_file_does_not_stop_the_others(server: Server, tmp_path: Path) -> None:
@@ -605,3 +568,72 @@ def test_the_command_prints_one_object(server: Server, tmp_path: Path, capsys: p
     assert (printed["files"], printed["downloaded_bytes"]) == (1, 18)
     assert printed["sources"][0]["name"] == "raw"
     assert printed["sources"][0]["paths"] == [str(tmp_path / "raw" / "books.txt")]
+
+
+# --- what needs no server: what has arrived, redirects, threads
+
+
+def remote(**changes: Any) -> RemoteFile:
+    given = {"source": "s", "url": "http://h/a", "path": "a", "size": 1000, "validator": 'etag:"1"'} | changes
+    return RemoteFile(**{"has_strong_validator": True, **given})
+
+
+def begin(work: Path, file: RemoteFile, size: int = 300) -> PartialFile:
+    begun = PartialFile(file, work)
+    stream = begun.open()
+    stream.write(bytes(size))
+    begun.close(stream)
+    return begun
+
+
+OTHER_VERSIONS = (
+    *(("validator", value) for value in ('etag:"2"', None, f"sha256:{'0' * 64}")),
+    *(("size", 1001), ("size", None), ("url", "http://other/a")),
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "found"),
+    [
+        ({}, {}, 300),
+        ({"validator": "sha256:1"}, {"validator": "sha256:1", "url": "http://mirror/a"}, 300),  # at any URL
+        *(({}, {name: value}, 0) for name, value in OTHER_VERSIONS),
+    ],
+)
+def test_bytes_that_have_arrived_are_those_of_this_version(
+    before: dict[str, Any], changes: dict[str, Any], found: int, tmp_path: Path
+) -> None:
+    first = begin(tmp_path, remote(**before))
+    again = PartialFile(remote(**changes), tmp_path)
+    assert again.present == found
+    with again.open() as stream:
+        assert stream.tell() == found
+    assert [first.path.exists(), again.path.exists()] == [found > 0, True]
+
+
+@pytest.mark.parametrize("changes", [{"validator": None, "has_strong_validator": False}, {"size": None}])
+def test_what_cannot_be_continued_is_not_kept(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert not begin(tmp_path, remote(**changes)).path.exists()
+    begin(tmp_path, remote()).path.write_bytes(bytes(1001))  # more than the file has
+    with PartialFile(remote(), tmp_path).open() as stream:
+        assert stream.tell() == 0
+
+
+def test_a_redirect_does_not_leave_encryption() -> None:
+    with pytest.raises(HttpError, match="from https:// to http://"):
+        http_client._check_redirect("https://a/x", "http://a/x")
+    http_client._check_redirect("http://a/x", "https://b/y?z=1#part")
+    http_client._check_redirect("https://a/x/y", "z")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, IndexError])
+def test_the_first_error_stops_all_jobs(error: type[Exception]) -> None:
+    stop, ran = threading.Event(), list[int]()
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        run_all([fail, partial(ran.append, 1)], 1, stop)
+    assert stop.is_set()
+    assert not ran

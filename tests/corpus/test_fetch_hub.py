@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from huggingface_hub import get_session
 
-from tests.corpus.download_server import Content, FakeHub, Page, Server, Text, send_page, serving
+from tests.corpus.download_server import Content, FakeHub, Page, Readable, Server, Text, send_page, serving
 from tests.corpus.test_fetch import entries, files_in, quick  # noqa: F401
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.network.http_client import HttpClient
@@ -53,7 +53,7 @@ def select(include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> File
 def fill(hub: FakeHub) -> dict[str, bytes]:
     """Five files on three pages of the listing."""
     hub.tree.append({"type": "directory", "path": "data", "oid": "0" * 40, "size": 0})
-    contents: dict[str, Content | Text] = {
+    contents: dict[str, Readable] = {
         "README.md": Text(b"# Stories\n"),
         "data/en/0.bin": Content(300_000),
         "data/en/1.bin": Content(200_000, seed=1),
@@ -125,33 +125,25 @@ def test_a_model_has_urls_without_a_prefix(store: Server, tmp_path: Path) -> Non
         assert not any("Authorization" in one.headers for one in hub.seen)
 
 
-@pytest.mark.parametrize("lfs", [False, True])
-def test_content_that_is_not_as_listed_is_refused_and_removed(lfs: bool, hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lfs", "content", "endless", "message"),
+    [
+        (False, Content(200_000, seed=7), False, "its checksum is .* the file was rejected and removed"),
+        (True, Content(200_000, seed=7), False, "its checksum is .* the file was rejected and removed"),
+        (True, Content(199_999), False, "the server sends 199999 bytes, not 200000"),
+        (True, Content(200_001), False, "the server sends 200001 bytes, not 200000"),
+        (True, Content(100_000), True, "its checksum is"),  # an endless answer is read up to the listed size
+    ],
+)
+def test_content_that_is_not_as_listed_is_refused_and_removed(
+    lfs: bool, content: Content, endless: bool, message: str, hub: FakeHub, tmp_path: Path
+) -> None:
     hub.add_file("good.bin", Content(5000))
     page = hub.add_file("a.bin", Content(200_000), lfs=lfs)
-    page.content = Content(200_000, seed=7)
-    with pytest.raises(
-        Z2aError, match=r"1 of 2 files .*\n.*a.bin: its checksum is .* the file was rejected and removed"
-    ):
+    page.content, page.endless = content, endless
+    with pytest.raises(Z2aError, match=rf"1 of 2 files .*\n.*a.bin: {message}"):
         fetch(hub, tmp_path)
     assert list(files_in(tmp_path)) == ["stories/good.bin"]
-
-
-@pytest.mark.parametrize("size", [199_999, 200_001])
-def test_a_size_that_is_not_as_listed_is_refused(size: int, hub: FakeHub, tmp_path: Path) -> None:
-    page = hub.add_file("a.bin", Content(200_000))
-    page.content = Content(size)
-    with pytest.raises(Z2aError, match=f"the server sends {size} bytes, not 200000"):
-        fetch(hub, tmp_path)
-    assert files_in(tmp_path) == {}
-
-
-def test_an_endless_answer_is_read_up_to_the_listed_size(hub: FakeHub, tmp_path: Path) -> None:
-    page = hub.add_file("a.bin", Content(200_000))
-    page.content, page.endless = Content(100_000), True
-    with pytest.raises(Z2aError, match="its checksum is"):
-        fetch(hub, tmp_path)
-    assert files_in(tmp_path) == {}
 
 
 def test_a_download_that_was_cut_resumes_at_a_new_url_of_the_hub(hub: FakeHub, store: Server, tmp_path: Path) -> None:
@@ -175,15 +167,6 @@ def test_a_download_that_failed_resumes_with_the_next_command(hub: FakeHub, stor
     assert store.seen[-1].headers["Range"] == "bytes=600000-"
 
 
-def test_a_mirror_continues_what_the_hub_began(hub: FakeHub, store: Server, tmp_path: Path) -> None:
-    fill(hub)
-    fetch(hub, tmp_path)
-    with serving(FakeHub(store, "datasets/someone/stories")) as mirror:
-        mirror.COMMIT = "beef" + "0" * 36  # type: ignore[misc]
-        mirror.tree = hub.tree
-        assert fetch(mirror, tmp_path).downloaded_files == 0
-
-
 def test_files_of_another_program_are_adopted_if_their_checksum_proves_them(hub: FakeHub, tmp_path: Path) -> None:
     wanted = fill(hub)
     for path, content in wanted.items():
@@ -193,9 +176,15 @@ def test_files_of_another_program_are_adopted_if_their_checksum_proves_them(hub:
     assert len(entries(tmp_path)) == 5
 
 
-def test_a_new_commit_downloads_only_what_changed(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_mirror_downloads_nothing_again_and_a_new_commit_only_what_changed(
+    hub: FakeHub, store: Server, tmp_path: Path
+) -> None:
     fill(hub)
     fetch(hub, tmp_path)
+    with serving(FakeHub(store, "datasets/someone/stories")) as mirror:
+        mirror.COMMIT = "beef" + "0" * 36  # type: ignore[misc]
+        mirror.tree = hub.tree
+        assert fetch(mirror, tmp_path).downloaded_files == 0
     hub.tree = [one for one in hub.tree if one["path"] != "data/zh/0.bin"]
     hub.add_file("data/zh/0.bin", Content(100_000, seed=9))
     result = fetch(hub, tmp_path)
@@ -265,19 +254,12 @@ def test_a_damaged_listing_is_an_error(body: bytes, message: str, hub: FakeHub, 
 
 
 def test_a_listing_that_does_not_end_is_an_error(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same page again; and pages without a file, of which each names a cursor that none before it had."""
     fill(hub)
-    original = FakeHub._send_tree
-    monkeypatch.setattr(
-        FakeHub, "_send_tree", lambda self, request, query: original(self, request, {"recursive": ["true"]})
-    )
+    same_page, original = {"recursive": ["true"]}, FakeHub._send_tree
+    monkeypatch.setattr(FakeHub, "_send_tree", lambda self, request, query: original(self, request, same_page))
     with pytest.raises(Z2aError, match="the list of its files does not end"):
         fetch(hub, tmp_path)
-
-
-def test_a_listing_of_empty_pages_ends_at_a_limit(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each page names a cursor that no page before it had, and no file."""
     monkeypatch.setattr(hub_module, "MAX_PAGES", 20)
     asked: list[str] = []
 
@@ -305,21 +287,16 @@ def answer_api_with(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, status: int, 
     monkeypatch.setattr(hub, "answer", answer)
 
 
-def test_a_listing_that_redirects_elsewhere_does_not_take_the_token_along(
+def test_a_different_server_is_asked_without_the_token(
     hub: FakeHub, store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Named as the source, or by a redirect of the listing."""
+    fetch(hub, tmp_path, store.add("/a.bin", Page(Content(100))))
+    asked = len(store.seen)
     answer_api_with(hub, monkeypatch, 302, {"Location": f"{store.url}/api"})
     with pytest.raises(Z2aError, match="no such repository"):
         fetch(hub, tmp_path)
-    assert store.seen
-    assert not any("Authorization" in one.headers for one in store.seen)
-
-
-def test_a_file_of_a_different_server_is_asked_for_without_the_token(
-    hub: FakeHub, store: Server, tmp_path: Path
-) -> None:
-    fetch(hub, tmp_path, store.add("/a.bin", Page(Content(100))))
-    assert store.seen
+    assert len(store.seen) > asked > 0
     assert not any("Authorization" in one.headers for one in store.seen)
 
 
@@ -342,24 +319,20 @@ def test_no_answer_of_the_api_holds_up_the_command(
     assert len(hub.seen) <= 11
 
 
-def test_an_endless_listing_is_read_up_to_a_limit(
+def test_a_listing_is_read_up_to_a_limit_and_not_decompressed(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "MAX_REPLY_BYTES", 1 << 20)
-    hub.pages[f"/api/datasets/someone/stories/tree/{hub.COMMIT}"] = Page(Content(1000), endless=True)
-    monkeypatch.setattr(FakeHub, "_send_tree", lambda self, request, query: send_page(request, *self.pages.values()))
-    with pytest.raises(Z2aError, match="the answer is longer than 1048576 bytes"):
-        fetch(hub, tmp_path)
-
-
-def test_an_answer_is_not_decompressed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for compression, with which a short answer fills all memory."""
-    packed = gzip.compress(b"[]")
-    monkeypatch.setattr(
-        FakeHub, "_send_tree", lambda self, request, query: request.plain(200, {"Content-Encoding": "gzip"}, packed)
-    )
-    with pytest.raises(Z2aError, match="no valid list of files"):
-        fetch(hub, tmp_path)
+    monkeypatch.setattr(hub_module, "MAX_REPLY_BYTES", 1 << 20)
+    endless, packed = Page(Content(1000), endless=True), gzip.compress(b"[]")
+    answers: dict[str, Callable[[Any], None]] = {
+        "the answer is longer than 1048576 bytes": lambda request: send_page(request, endless),
+        "no valid list of files": lambda request: request.plain(200, {"Content-Encoding": "gzip"}, packed),
+    }
+    for message, answer in answers.items():
+        monkeypatch.setattr(FakeHub, "_send_tree", lambda self, request, query, answer=answer: answer(request))
+        with pytest.raises(Z2aError, match=message):
+            fetch(hub, tmp_path)
 
 
 def test_the_library_gets_its_own_client_back(hub: FakeHub, tmp_path: Path) -> None:

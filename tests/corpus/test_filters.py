@@ -68,10 +68,20 @@ def dropped(name: str, *documents: Document, **options: Any) -> list[str]:
     return [one.reason for one in verdicts]
 
 
+def drops(name: str, *cases: tuple[str, Document], **options: Any) -> None:
+    """Reasons, each with a document that is dropped for it."""
+    assert dropped(name, *(document for _, document in cases), **options) == [reason for reason, _ in cases]
+
+
 def changed(name: str, *documents: Document, **options: Any) -> list[str]:
     verdicts = [verdict(name, document, **options) for document in documents]
     assert all(isinstance(one, Change) for one in verdicts), verdicts
     return [one.content for one in verdicts]
+
+
+def changes(name: str, *cases: tuple[str, Document], **options: Any) -> None:
+    """Texts, each with the document that becomes it."""
+    assert changed(name, *(document for _, document in cases), **options) == [text for text, _ in cases]
 
 
 def kept(name: str, *documents: Document, **options: Any) -> None:
@@ -106,18 +116,14 @@ def test_kind_of_code() -> None:
 
 
 def test_normalize_mends_prose() -> None:
-    assert changed(
+    clock = doc("cafe\u0301 is\x07 open  \nuntil\x0cten" + "\n" * 9 + "o'clock")
+    changes(
         "normalize",
-        doc("他说\u200b：好。\r\n第二\ufeff行\u3000 \r\n"),
-        doc("cafe\u0301 is\x07 open  \nuntil\x0cten" + "\n" * 9 + "o'clock"),
-        doc("co\u00adop\u200deration of the\rnine towns"),
-        doc("a\u200b\u0301b and some more words"),
-    ) == [
-        "他说：好。\n第二行\n",
-        "café is open\nuntil\nten\n\n\n\no'clock",
-        "cooperation of the\nnine towns",
-        "áb and some more words",
-    ]
+        ("他说：好。\n第二行\n", doc("他说\u200b：好。\r\n第二\ufeff行\u3000 \r\n")),
+        ("café is open\nuntil\nten\n\n\n\no'clock", clock),
+        ("cooperation of the\nnine towns", doc("co\u00adop\u200deration of the\rnine towns")),
+        ("áb and some more words", doc("a\u200b\u0301b and some more words")),
+    )
 
 
 def test_normalize_keeps_what_is_meant() -> None:
@@ -131,22 +137,14 @@ def test_normalize_keeps_what_is_meant() -> None:
 
 
 def test_normalize_changes_only_line_ends_bom_and_nul_in_code() -> None:
-    assert changed(
-        "normalize", code("\ufeffif x:\r\n\ty  \r\n"), code("a\x00b = '\ufeff'\n"), code("a = 1\rb = 2\r")
-    ) == [
-        "if x:\n\ty  \n",
-        "ab = '\ufeff'\n",
-        "a = 1\nb = 2\n",
-    ]
+    given = code("\ufeffif x:\r\n\ty  \r\n"), code("a\x00b = '\ufeff'\n"), code("a = 1\rb = 2\r")
+    assert changed("normalize", *given) == ["if x:\n\ty  \n", "ab = '\ufeff'\n", "a = 1\nb = 2\n"]
 
 
 def test_strip_gutenberg() -> None:
-    head = (
-        "The Project Gutenberg EBook of X\n\nThis eBook is free.\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
-    )
-    foot = (
-        "\nEnd of the Project Gutenberg EBook of X\n\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nlicence, 50 pages"
-    )
+    title = "Project Gutenberg EBook of X\n\n"
+    head = f"The {title}This eBook is free.\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
+    foot = f"\nEnd of the {title}*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nlicence, 50 pages"
     start = "***START OF THE PROJECT GUTENBERG EBOOK 道德經***"
     assert changed(
         "strip_gutenberg",
@@ -163,12 +161,13 @@ def test_strip_gutenberg() -> None:
 
 
 def test_html_comments() -> None:
-    assert changed(
+    fenced = "```\n<!-- taught -->\n```\n"
+    changes(
         "html_comments",
-        doc("<!--\nThe original.\n-->\n译文在这里。\n"),
-        doc("One <!-- two --> three."),
-        doc("```\n<!-- taught -->\n```\n<!-- gone -->\n是的，留下。\n"),
-    ) == ["译文在这里。\n", "One three.", "```\n<!-- taught -->\n```\n是的，留下。\n"]
+        ("译文在这里。\n", doc("<!--\nThe original.\n-->\n译文在这里。\n")),
+        ("One three.", doc("One <!-- two --> three.")),
+        (f"{fenced}是的，留下。\n", doc(f"{fenced}<!-- gone -->\n是的，留下。\n")),
+    )
     kept("html_comments", doc("a <-- b --> c"), code("x = '<!-- a -->'\n"), doc("<!-- never closed, 没有结束"))
 
 
@@ -179,12 +178,8 @@ def test_language() -> None:
     japanese = (
         "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で泣いていた。" * 3
     )
-    assert dropped("language", doc(french), doc(russian), doc(japanese)) == [
-        "language fr",
-        "language ru",
-        "language ja",
-    ]
-    assert dropped("language", doc(ZH), keep=["en"]) == ["language zh"]
+    drops("language", ("language fr", doc(french)), ("language ru", doc(russian)), ("language ja", doc(japanese)))
+    drops("language", ("language zh", doc(ZH)), keep=["en"])
     kept(
         "language",
         doc(EN),
@@ -198,10 +193,8 @@ def test_language() -> None:
 
 
 def test_too_short() -> None:
-    assert (
-        dropped("too_short", doc("登录 | 注册"), doc("Click here to read more."), code("x = 1\n")) == ["too short"] * 3
-    )
-    assert dropped("too_short", doc("a b " + " " * 500)) == ["too short"]
+    short = doc("登录 | 注册"), doc("Click here to read more."), code("x = 1\n"), doc("a b " + " " * 500)
+    assert dropped("too_short", *short) == ["too short"] * 4
     kept("too_short", doc("白日依山盡，黃河入海流。"), doc(EN[:110]), code("def f():\n    return {'a': 1}\n"))
     kept("too_short", doc(" " * 2000 + EN))
 
@@ -217,40 +210,31 @@ def test_too_long() -> None:
 
 def test_gopher_quality_in_english() -> None:
     lines = EN.splitlines()
-    assert dropped(
+    drops(
         "gopher_quality",
-        doc("The sale ends today, and the shop is closed."),
-        doc(" ".join(["the and of a b c d e f g"] * 10)),
-        doc("the and " + "Donaudampfschifffahrtsgesellschaft " * 60),
-        doc(EN + "#tag " * 60),
-        doc("\n".join(f"• {line}" for line in lines)),
-        doc("\n".join(f"{line}..." for line in lines)),
-        doc(EN + "123 456 " * 40),
-        doc("Rain fell on many towns today. " * 12),
-    ) == [
-        "too few words",
-        "word length",
-        "word length",
-        "too many hash signs",
-        "too many bullets",
-        "too many lines ending in an ellipsis",
-        "too few words with letters",
-        "no stop words",
-    ]
+        ("too few words", doc("The sale ends today, and the shop is closed.")),
+        ("word length", doc(" ".join(["the and of a b c d e f g"] * 10))),
+        ("word length", doc("the and " + "Donaudampfschifffahrtsgesellschaft " * 60)),
+        ("too many hash signs", doc(EN + "#tag " * 60)),
+        ("too many bullets", doc("\n".join(f"• {line}" for line in lines))),
+        ("too many lines ending in an ellipsis", doc("\n".join(f"{line}..." for line in lines))),
+        ("too few words with letters", doc(EN + "123 456 " * 40)),
+        ("no stop words", doc("Rain fell on many towns today. " * 12)),
+    )
     kept("gopher_quality", doc(EN), doc("\n".join(f"## {line}" for line in lines)), doc(EN + "100 200 " * 8))
     kept("gopher_quality", doc(EN + "\n```\n" + "0x00 0x01 {} = \n" * 100 + "```\n"))
-    assert dropped("gopher_quality", doc(EN * 3), max_words=100) == ["too many words"]
+    drops("gopher_quality", ("too many words", doc(EN * 3)), max_words=100)
     kept("gopher_quality", doc(EN * 3), max_words=0)
 
 
 def test_gopher_quality_in_chinese() -> None:
-    assert dropped(
+    drops(
         "gopher_quality",
-        doc("今天天气很好。"),
-        doc(ZH + "编号：" + "00-11-22；33-44-55；" * 12),
-        doc("登录注册首页新闻体育财经娱乐军事汽车房产科技教育健康旅游" * 10),
-        doc(ZH + "好……" * 30),
-    ) == ["too few characters", "too few letters", "no stop words", "too many ellipses"]
+        ("too few characters", doc("今天天气很好。")),
+        ("too few letters", doc(ZH + "编号：" + "00-11-22；33-44-55；" * 12)),
+        ("no stop words", doc("登录注册首页新闻体育财经娱乐军事汽车房产科技教育健康旅游" * 10)),
+        ("too many ellipses", doc(ZH + "好……" * 30)),
+    )
     statute = "第一条　为了规范公司的组织和行为，保护公司、股东和债权人的合法权益，维护社会经济秩序，制定本法。\n"
     kept("gopher_quality", doc(ZH), doc(statute * 3), doc(ZH + "公式 $a_1 + b_2 = c_3$ 成立。" * 20))
     kept("gopher_quality", doc(VERSE), min_chars_zh=10)  # no stop word, but too short to ask for one
@@ -259,24 +243,16 @@ def test_gopher_quality_in_chinese() -> None:
 
 def test_gopher_repetition() -> None:
     listed = EN + "\n".join(f"{number}. Turn to page {number * 7}." for number in range(8))
-    assert dropped(
+    drops(
         "gopher_repetition",
-        doc("Buy now!\n" * 5 + EN),
-        doc("免费领取红包\n" * 5 + ZH),
-        doc((ZH + "\n") * 2),
-        doc("cheap watches " * 20 + EN),
-        doc(ZH[:60] + "点我点我点我" * 20),
-        doc(" ".join(EN.split()) + " " + " ".join(EN.split()[:40])),
-        doc(ZH.replace("\n", "") + ZH[:50]),
-    ) == [
-        "repeated lines",
-        "repeated lines",
-        "repeated paragraphs",
-        "most frequent 2-gram",
-        "most frequent 3-gram",
-        "repeated 5-grams",
-        "repeated 8-grams",
-    ]
+        ("repeated lines", doc("Buy now!\n" * 5 + EN)),
+        ("repeated lines", doc("免费领取红包\n" * 5 + ZH)),
+        ("repeated paragraphs", doc((ZH + "\n") * 2)),
+        ("most frequent 2-gram", doc("cheap watches " * 20 + EN)),
+        ("most frequent 3-gram", doc(ZH[:60] + "点我点我点我" * 20)),
+        ("repeated 5-grams", doc(" ".join(EN.split()) + " " + " ".join(EN.split()[:40]))),
+        ("repeated 8-grams", doc(ZH.replace("\n", "") + ZH[:50])),
+    )
     kept("gopher_repetition", doc(EN), doc(ZH), doc(listed), doc(VERSE), code("x = 1\n" * 50))
     kept("gopher_repetition", doc("如夢令\n昨夜雨疏風驟，濃睡不消殘酒。\n知否，知否？應是綠肥紅瘦。"))
     kept("gopher_repetition", doc(EN + "\n```\n" + "echo again and again and again\n" * 30 + "```\n"))
@@ -311,42 +287,24 @@ def test_c4_quality() -> None:
     assert english == "\n".join(line for line in EN.splitlines() if line.endswith("."))
     assert chinese == ZH.strip()
     assert changed("c4_quality", doc("He came.[12] " * 6)) == [("He came. " * 6).strip()]
-    assert dropped(
-        "c4_quality",
-        doc(EN + "Lorem ipsum dolor."),
-        doc(ZH + "{ }"),
-        doc("It is one. It is two."),
-        doc("标题\n只有一句话。"),
-    ) == [
-        "lorem ipsum",
-        "curly bracket",
-        "too few sentences",
-        "too few sentences",
-    ]
+    drops("c4_quality", ("lorem ipsum", doc(EN + "Lorem ipsum dolor.")), ("curly bracket", doc(ZH + "{ }")))
+    assert dropped("c4_quality", doc("It is one. It is two."), doc("标题\n只有一句话。")) == ["too few sentences"] * 2
     plain = " ".join(EN.split())
     kept("c4_quality", doc(plain), doc(ZH.strip()), code("function () { return 'javascript' }\n"))
 
 
 def test_fineweb_quality() -> None:
     menu = "\n".join(f"Chapter number {number} of the long story about floods" for number in range(30))
-    assert dropped(
+    columns = "\n".join(f"第{n}个栏目的名称没有任何标点" for n in range(20))
+    replies = "\n".join(f"{n}. Why not." for n in range(30))
+    drops(
         "fineweb_quality",
-        doc(menu),
-        doc("首页\n新闻\n体育\n财经\n关于我们\n联系方式\n" + ZH.splitlines()[0]),
-        doc(EN + EN.splitlines()[0]),
-        doc(
-            "Yes, it is the one that I had in mind.\n"
-            + "So do I.\n" * 1
-            + "\n".join(f"{n}. Why not." for n in range(30))
-        ),
-        doc("导航栏目名称之一没有标点\n" * 1 + "\n".join(f"第{n}个栏目的名称没有任何标点" for n in range(20))),
-    ) == [
-        "too few lines end in punctuation",
-        "too many short lines",
-        "characters in repeated lines",
-        "too many short lines",
-        "too few lines end in punctuation",
-    ]
+        ("too few lines end in punctuation", doc(menu)),
+        ("too many short lines", doc("首页\n新闻\n体育\n财经\n关于我们\n联系方式\n" + ZH.splitlines()[0])),
+        ("characters in repeated lines", doc(EN + EN.splitlines()[0])),
+        ("too many short lines", doc("Yes, it is the one that I had in mind.\nSo do I.\n" + replies)),
+        ("too few lines end in punctuation", doc("导航栏目名称之一没有标点\n" + columns)),
+    )
     kept("fineweb_quality", doc(EN), doc(ZH), doc(VERSE), code("a\nb\nc\n"), doc(EN.replace("\n", "\n\n")))
 
 
@@ -354,18 +312,15 @@ def test_fineweb_quality() -> None:
 
 
 def test_pii_is_masked() -> None:
-    assert changed(
+    english = "Write to jane.doe+spam@mail.corp.co.uk, or call +86 138-0013-8000."
+    chinese = "联系人手机13912345678，身份证号11010519491231002X，谢谢。"
+    changes(
         "pii",
-        doc("Write to jane.doe+spam@mail.corp.co.uk, or call +86 138-0013-8000."),
-        doc("联系人手机13912345678，身份证号11010519491231002X，谢谢。"),
-        doc("Card 4111 1111 1111 1111 was used from 93.184.216.34 today."),
-        doc("银行卡号6222021234567890128，地址在这里。"),
-    ) == [
-        "Write to <email>, or call <phone>.",
-        "联系人手机<phone>，身份证号<id_number>，谢谢。",
-        "Card <card> was used from <ip> today.",
-        "银行卡号<card>，地址在这里。",
-    ]
+        ("Write to <email>, or call <phone>.", doc(english)),
+        ("联系人手机<phone>，身份证号<id_number>，谢谢。", doc(chinese)),
+        ("Card <card> was used from <ip> today.", doc("Card 4111 1111 1111 1111 was used from 93.184.216.34 today.")),
+        ("银行卡号<card>，地址在这里。", doc("银行卡号6222021234567890128，地址在这里。")),
+    )
 
 
 def test_pii_near_misses_stay() -> None:
@@ -389,20 +344,15 @@ AWS = "AKIA" + "J4Q7ZP2XN6WM3KRT"
 
 def test_secrets() -> None:
     random_value = "q7Zx" + "Rk29LmVt84PwYd61NcHs"
-    assert (
-        dropped(
-            "secrets", code(f'K = """{KEY}"""\n'), doc(f"密钥是 {AWS}，请勿外传。"), doc(f"Use {GITHUB} as the token.")
-        )
-        == ["secret"] * 3
-    )
-    assert dropped("secrets", code(f"api_key = '{random_value}'\n")) == ["secret"]
-    assert changed(
+    keys = doc(f"密钥是 {AWS}，请勿外传。"), doc(f"Use {GITHUB} as the token."), code(f"api_key = '{random_value}'\n")
+    assert dropped("secrets", code(f'K = """{KEY}"""\n'), *keys) == ["secret"] * 4
+    changes(
         "secrets",
-        code(f'K = """{KEY}"""\nx = 1\n'),
-        code(f'{{"client_secret": "{random_value}"}}\n'),
-        doc(f"a {AWS} b"),
+        ('K = """<secret>"""\nx = 1\n', code(f'K = """{KEY}"""\nx = 1\n')),
+        ('{"client_secret": "<secret>"}\n', code(f'{{"client_secret": "{random_value}"}}\n')),
+        ("a <secret> b", doc(f"a {AWS} b")),
         action="mask",
-    ) == ['K = """<secret>"""\nx = 1\n', '{"client_secret": "<secret>"}\n', "a <secret> b"]
+    )
     kept(
         "secrets",
         code('HEADER = "-----BEGIN RSA ' + 'PRIVATE KEY-----"\n'),
@@ -420,20 +370,16 @@ def test_secrets() -> None:
 
 
 def test_code_generated() -> None:
-    assert dropped(
+    said = "says that it is generated"
+    drops(
         "code_generated",
-        code("# Generated by the protocol buffer compiler.  DO NOT EDIT!\nimport x\n"),
-        code("// 本文件由 protoc 自动生成，请勿修改\nint x = 1;\n", title="a/b.cc"),
-        code("/* eslint-disable */\n// @generated\nvar a=1\n", title="a/b.js"),
-        code("!function(e){" + "var a=e.b;" * 40 + "}();\n", title="a/b.js"),
-        code("x = 1\n" * 200 + "DATA = '" + "A" * 1500 + "'\n"),
-        code("{ [ ( ; : , . } ] )\n" * 30),
-    ) == [
-        *["says that it is generated"] * 3,
-        "long lines on average",
-        "a very long line",
-        "few letters and digits",
-    ]
+        (said, code("# Generated by the protocol buffer compiler.  DO NOT EDIT!\nimport x\n")),
+        (said, code("// 本文件由 protoc 自动生成，请勿修改\nint x = 1;\n", title="a/b.cc")),
+        (said, code("/* eslint-disable */\n// @generated\nvar a=1\n", title="a/b.js")),
+        ("long lines on average", code("!function(e){" + "var a=e.b;" * 40 + "}();\n", title="a/b.js")),
+        ("a very long line", code("x = 1\n" * 200 + "DATA = '" + "A" * 1500 + "'\n")),
+        ("few letters and digits", code("{ [ ( ; : , . } ] )\n" * 30)),
+    )
     kept(
         "code_generated",
         code(CODE),
@@ -449,17 +395,12 @@ def test_code_licence() -> None:
     def said(licence: Any, content: str = CODE) -> Document:
         return code(content, others=json.dumps({"license": licence}))
 
-    assert (
-        dropped(
-            "code_licence",
-            said("GPL-3.0-only"),
-            said(["MIT", "EUPL-1.2"]),
-            said("MIT AND GPL-2.0"),
-            code("# SPDX-License-Identifier: LGPL-2.1-or-later\nx = 1\n"),
-            code("// This program is distributed under the GNU General Public License.\nint x;\n", title="a/b.c"),
-        )
-        == ["licence not allowed"] * 5
+    refused = (
+        *(said("GPL-3.0-only"), said(["MIT", "EUPL-1.2"]), said("MIT AND GPL-2.0")),
+        code("# SPDX-License-Identifier: LGPL-2.1-or-later\nx = 1\n"),
+        code("// This program is distributed under the GNU General Public License.\nint x;\n", title="a/b.c"),
     )
+    assert dropped("code_licence", *refused) == ["licence not allowed"] * 5
     assert dropped("code_licence", code(CODE), keep_unknown=False) == ["licence unknown"]
     kept(
         "code_licence",
@@ -540,12 +481,8 @@ def test_apply_says_what_happened() -> None:
     assert fixed.document == doc(EN + "Ask <email> for more.\n", gid="the-gid")
     assert fixed.changed_by == ("normalize", "pii")
     gone = apply_filters(filters, doc("Menu\r\n"))
-    assert (gone.document, gone.dropped_by, gone.reason, gone.changed_by) == (
-        None,
-        "too_short",
-        "too short",
-        ("normalize",),
-    )
+    assert (gone.document, gone.dropped_by, gone.reason) == (None, "too_short", "too short")
+    assert gone.changed_by == ("normalize",)
     emptied = apply_filters(build_filters(["html_comments"]), doc("<!-- all of it -->"))
     assert (emptied.document, emptied.reason) == (None, "nothing left")
 
@@ -563,10 +500,8 @@ def test_code_is_byte_identical_through_the_default_list() -> None:
         "\x0c\nclass Ａ:\n\tmail = 'jane@corp.com'  # e\u0301\n"
     )
     assert apply_filters(filters, code(unusual)).document == code(unusual)
-    windows = apply_filters(
-        filters, code(unusual.replace("\n", "\r\n"))
-    ).document  # \r\n becomes \n, and nothing else changes
-    assert windows == code(unusual)
+    windows = code(unusual.replace("\n", "\r\n"))  # becomes \n, and nothing else changes
+    assert apply_filters(filters, windows).document == code(unusual)
 
 
 def test_bound_filters_travel_to_other_processes() -> None:
@@ -581,13 +516,8 @@ def test_every_filter_has_help_and_a_test() -> None:
         assert f'"{name}"' in tests, name
 
 
-ODD_TEXT = st.text(
-    st.one_of(
-        st.characters(exclude_categories=["Cs"]),
-        st.sampled_from("\r\n\t\x00\x85\u200d\u2028\ufeff`~$#{}<>@-=[]().0123456789aA的，。…"),
-    ),
-    max_size=300,
-)
+OFTEN = st.sampled_from("\r\n\t\x00\x85\u200d\u2028\ufeff`~$#{}<>@-=[]().0123456789aA的，。…")
+ODD_TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), OFTEN), max_size=300)
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.corpus.builds import write_lines
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.network.openai_client import API_KEY
 from zero2all.corpus.generate import GenerateOptions, generate_conversations
 
-WORDS = [
-    "river",
-    "engine",
-    "violin",
-    "harvest",
-    "window",
-    "planet",
-    "bread",
-    "winter",
-    "ladder",
-    "market",
-    "forest",
-    "candle",
-]
+WORDS = ("river", "engine", "violin", "harvest", "window", "star", "bread", "winter", "ladder", "sea", "wood", "lamp")
 
 
 class Endpoint:
@@ -49,11 +37,9 @@ class Endpoint:
             number = len(self.requests)
         if not asked.startswith("Here are tasks"):
             return {"choices": [{"message": {"content": f"An answer about {asked}"}}]}
-        words = [WORDS[(number * step + number // 12) % 12] for step in (1, 5, 7)]
-        task = (
-            "Explain the river." if self.same_task else f"Explain {words[0]} to {words[1]} number {number} {words[2]}"
-        )
-        return {"choices": [{"message": {"content": task}}]}
+        first, second, third = (WORDS[(number * step + number // 12) % 12] for step in (1, 5, 7))
+        task = "the river." if self.same_task else f"{first} to {second} number {number} {third}"
+        return {"choices": [{"message": {"content": f"Explain {task}"}}]}
 
 
 @pytest.fixture
@@ -92,50 +78,42 @@ def endpoint() -> Iterator[Endpoint]:
 def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("zero2all.base.network.http_client.FIRST_WAIT", 0.01)
     monkeypatch.setattr("zero2all.base.network.openai_client.BUSY_SECONDS", 0.01)
-    path = tmp_path / "seeds.jsonl"
-    tasks = (
-        "Add two numbers.",
-        "Write a poem about the sea.",
-        "翻译这句话。",
-        "Name three birds.",
-        "Sort these words.",
-    )
-    path.write_text("\n".join(json.dumps({"instruction": task, "output": "ok"}, ensure_ascii=False) for task in tasks))
-    return path
+    tasks = ("Add two numbers.", "Write a poem about the sea.", "翻译这句话。", "Name three birds.", "Sort words.")
+    return write_lines(tmp_path / "seeds.jsonl", ({"instruction": task, "output": "ok"} for task in tasks))
 
 
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def options(endpoint: Endpoint, count: int, **more: Any) -> GenerateOptions:
+    return GenerateOptions(endpoint.url, "m", count, **more)
 
 
 def test_new_conversations_are_appended_and_a_second_call_resumes(
     endpoint: Endpoint, seeds: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "more.jsonl"
-    first = generate_conversations(seeds, out, GenerateOptions(endpoint.url, "m", 3))
+    first = generate_conversations(seeds, out, options(endpoint, 3))
     assert (first.written, first.total) == (3, 3)
     before = out.read_text()
-    second = generate_conversations(seeds, out, GenerateOptions(endpoint.url, "m", 5))
+    second = generate_conversations(seeds, out, options(endpoint, 5))
     assert (second.written, second.total) == (2, 5)
     assert out.read_text().startswith(before)
-    for one in lines(out):
-        question, answer = one["messages"]
+    for line in out.read_text(encoding="utf-8").splitlines():
+        question, answer = json.loads(line)["messages"]
         assert answer["content"] == f"An answer about {question['content']}"
     asked = len(endpoint.requests)
-    assert generate_conversations(seeds, out, GenerateOptions(endpoint.url, "m", 5)).written == 0
+    assert generate_conversations(seeds, out, options(endpoint, 5)).written == 0
     assert len(endpoint.requests) == asked
 
 
 def test_equal_instructions_are_dropped_and_it_ends(endpoint: Endpoint, seeds: Path, tmp_path: Path) -> None:
     endpoint.same_task = True
-    made = generate_conversations(seeds, tmp_path / "out.jsonl", GenerateOptions(endpoint.url, "m", 2, workers=2))
+    made = generate_conversations(seeds, tmp_path / "out.jsonl", options(endpoint, 2, workers=2))
     assert made.written == 1
     assert made.too_similar > 5
 
 
 def test_a_server_that_fails_is_asked_again(endpoint: Endpoint, seeds: Path, tmp_path: Path) -> None:
     endpoint.statuses = [500, 429, 503]
-    made = generate_conversations(seeds, tmp_path / "out.jsonl", GenerateOptions(endpoint.url, "m", 2, workers=1))
+    made = generate_conversations(seeds, tmp_path / "out.jsonl", options(endpoint, 2, workers=1))
     assert made.written == 2
 
 
@@ -145,7 +123,7 @@ def test_a_wrong_key_ends_the_call_and_is_not_shown(
     monkeypatch.setenv(API_KEY, "secret-key")
     endpoint.statuses = [401] * 8
     with pytest.raises(Z2aError, match="HTTP 401") as caught:
-        generate_conversations(seeds, tmp_path / "out.jsonl", GenerateOptions(endpoint.url, "m", 2))
+        generate_conversations(seeds, tmp_path / "out.jsonl", options(endpoint, 2))
     assert "secret-key" not in str(caught.value)
     assert endpoint.keys[0] == "Bearer secret-key"
 
@@ -153,11 +131,9 @@ def test_a_wrong_key_ends_the_call_and_is_not_shown(
 def test_what_cannot_work_is_refused(seeds: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not an http"):
         generate_conversations(seeds, tmp_path / "out.jsonl", GenerateOptions("file:///etc/passwd", "m", 1))
-    few = tmp_path / "few.jsonl"
-    few.write_text(json.dumps({"instruction": "a", "output": "b"}))
+    few = write_lines(tmp_path / "few.jsonl", [{"instruction": "a", "output": "b"}])
+    nobody = GenerateOptions("http://127.0.0.1:1/v1", "m", 1, workers=1)
     with pytest.raises(UsageError, match="at least 4"):
-        generate_conversations(few, tmp_path / "out.jsonl", GenerateOptions("http://127.0.0.1:1/v1", "m", 1))
+        generate_conversations(few, tmp_path / "out.jsonl", nobody)
     with pytest.raises(Z2aError, match="nothing new came from"):
-        generate_conversations(
-            seeds, tmp_path / "out.jsonl", GenerateOptions("http://127.0.0.1:1/v1", "m", 1, workers=1)
-        )
+        generate_conversations(seeds, tmp_path / "out.jsonl", nobody)

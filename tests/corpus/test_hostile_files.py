@@ -6,8 +6,9 @@ import gzip
 import os
 import signal
 import socket
-import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.builds import build_source, corpus_of, source_of, texts_of
+from tests.corpus.document_files import zip_of
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.tasks import TaskEngine, shutdown_workers
 from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files
@@ -32,18 +35,17 @@ from zero2all.corpus.readers import (
 from zero2all.corpus.readers import parquet as parquet_reader
 from zero2all.corpus.readers.listing import find_file
 from zero2all.corpus.sniff import sniff
-from zero2all.recipe import CorpusRecipe, SourceRecipe
+from zero2all.recipe import SourceRecipe
 
 TEXT = "An ordinary text that is there to be read, and long enough to stay.\n" * 20
 
 
-def built(raw: Path, out: Path, **source: Any) -> BuiltCorpus:
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)], **source)], filters=[], holdout=0)
-    return build_corpus(recipe, out)
+def built(raw: Path, out: Path, engine: TaskEngine | None = None, **source: Any) -> BuiltCorpus:
+    return build_source(raw, out, engine, name="raw", **source)
 
 
 def contents(documents: Path) -> set[str]:
-    return {text for shard in documents.glob("*/*.parquet") for text in pq.read_table(shard)["content"].to_pylist()}
+    return set(texts_of(documents))
 
 
 def files_left_out(manifest: BuiltCorpus) -> dict[str, list[str]]:
@@ -70,25 +72,15 @@ def test_fifos_sockets_and_devices_are_counted_not_opened(tmp_path: Path, raw: P
 
 
 @pytest.mark.timeout(20)
-def test_a_file_that_becomes_a_fifo_after_it_was_listed_does_not_hang(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(TEXT)
-    file = RawFile.from_path(path)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UnreadableFileError, match="link or device"):
-        list(read_records(file))
-
-
-@pytest.mark.timeout(20)
-def test_a_fifo_put_in_place_between_the_check_and_the_open_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_becomes_a_fifo_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was listed, and between the check and the open."""
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
     file, regular = RawFile.from_path(path), os.stat(path)
     path.unlink()
     os.mkfifo(path)
+    with pytest.raises(UnreadableFileError, match="link or device"):
+        list(read_records(file))
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: regular)  # what was seen before the swap
         with pytest.raises(UnreadableFileError, match="link or device"):
@@ -111,8 +103,7 @@ def test_nesting_too_deep_breaks_one_record_in_every_reader(
     padding = " " * (1 << 16)  # large enough for the streaming parser
     (raw / "stream.json").write_text(f'{{"data": [{fine.replace("NAME", "streamed")}, {deep}{padding}]}}')
     (raw / "table.csv").write_text(f'text,x\nin a table,"{nested(depth)}"\n')
-    with zipfile.ZipFile(raw / "archive.zip", "w") as archive:
-        archive.writestr("member.jsonl", deep + "\n" + fine.replace("NAME", "a member"))
+    (raw / "archive.zip").write_bytes(zip_of({"member.jsonl": f"{deep}\n{fine.replace('NAME', 'a member')}".encode()}))
     manifest = built(raw, tmp_path / "documents")
     assert contents(tmp_path / "documents") == {"a line", "first element", "streamed", "in a table", "a member"}
     left_out = manifest.left_out["raw"]
@@ -129,8 +120,7 @@ def test_deep_records_do_not_stop_sniffing_or_decontamination(tmp_path: Path) ->
     assert found.preview["content"] == "fine"
     assert any("nested too deep" in broken for broken in found.broken)
     (tmp_path / "text.txt").write_text("words of a document")
-    source = SourceRecipe(name="raw", paths=[str(tmp_path / "text.txt")])
-    recipe = CorpusRecipe(sources=[source], filters=[], holdout=0, decontaminate=[str(tmp_path / "a.jsonl")])
+    recipe = corpus_of(source_of(tmp_path / "text.txt"), decontaminate=[str(tmp_path / "a.jsonl")])
     assert build_corpus(recipe, tmp_path / "documents").documents == 1
 
 
@@ -162,21 +152,28 @@ def bomb(path: Path, kind: str) -> None:
     pq.write_table(table, path, compression="zstd", store_schema=False, **options)
 
 
+@contextmanager
+def memory_pool() -> Iterator[pa.MemoryPool]:
+    """Counts what Arrow allocates."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        pa.set_memory_pool(before)
+
+
 @pytest.mark.parametrize("kind", ["dictionary", "list", "struct", "delta", "plain"])
 def test_parquet_that_decodes_to_far_more_than_its_size_stays_small_in_memory(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "bomb.parquet"
     bomb(path, kind)
     assert path.stat().st_size < 50_000
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
     characters, reasons = [0], []
-    try:
+    with memory_pool() as pool:
         for batch in read_record_chunks(RawFile.from_path(path), SMALL):
             reasons += [record.reason for record in batch if isinstance(record, BrokenRecord)]
             characters.append(sum(len(str(record)) for record in batch if not isinstance(record, BrokenRecord)))
-    finally:
-        pa.set_memory_pool(before)
     assert max(characters) < 3 << 20
     assert sum(characters) < 40 << 20
     assert pool.max_memory() < 120 << 20
@@ -191,15 +188,9 @@ def test_values_of_a_dictionary_limit_the_rows_that_are_decoded_at_once(tmp_path
     texts = pa.DictionaryArray.from_arrays(indices, pa.array(["small", "y" * size]))
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), path, store_schema=False)
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    try:
-        characters = [
-            sum(len(str(record)) for record in batch) for batch in read_record_chunks(RawFile.from_path(path), SMALL)
-        ]
-    finally:
-        pa.set_memory_pool(before)
+    with memory_pool() as pool:
+        batches = read_record_chunks(RawFile.from_path(path), SMALL)
+        characters = [sum(len(str(record)) for record in batch) for batch in batches]
     assert max(characters) < 3 << 20
     assert pool.max_memory() < 60 << 20
 
@@ -293,24 +284,21 @@ def test_links_out_are_warned_of_once_a_source_and_also_if_nothing_is_left(
         for number in range(count):
             (tmp_path / name / f"{number}.txt").symlink_to(tmp_path / "blob")
         (tmp_path / name / "empty.txt").touch()
-    sources = [SourceRecipe(name=name, paths=[str(tmp_path / name)]) for name in "abc"]
     with pytest.raises(Z2aError, match="no document is left"):
-        build_corpus(CorpusRecipe(sources=sources, filters=[], holdout=0), tmp_path / "documents")
+        build_corpus(corpus_of(*(source_of(tmp_path / name, name) for name in "abc")), tmp_path / "documents")
     assert [warning.split(" out of")[0] for warning in warnings] == [
         "corpus source 'a': 1 link",
         "corpus source 'b': 2 links",
     ]
 
 
-def test_a_source_that_is_a_link_itself_is_read(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "a.txt").write_text("a text")
-    (tmp_path / "raw").symlink_to(tmp_path / "there")
-    built(tmp_path / "raw", tmp_path / "documents")
-    assert contents(tmp_path / "documents") == {"a text"}
-    (tmp_path / "raw.txt").symlink_to(tmp_path / "there" / "a.txt")
-    built(tmp_path / "raw.txt", tmp_path / "of_file")
-    assert contents(tmp_path / "of_file") == {"a text"}
+def test_a_source_that_is_a_link_itself_is_read(tmp_path: Path, raw: Path) -> None:
+    (raw / "a.txt").write_text("a text")
+    for target in (raw, raw / "a.txt"):
+        link, out = tmp_path / f"link to {target.name}", tmp_path / f"documents of {target.name}"
+        link.symlink_to(target)
+        built(link, out)
+        assert contents(out) == {"a text"}
 
 
 def test_links_that_a_pattern_finds_are_not_followed_out_of_its_folder(tmp_path: Path) -> None:
@@ -367,16 +355,14 @@ def test_files_that_vanish_or_change_while_the_corpus_is_built_are_named(
         return files
 
     monkeypatch.setattr(build, "list_files", then_change)
-    source = SourceRecipe(name="raw", paths=[str(raw)])
-    recipe = CorpusRecipe(sources=[source], filters=[], holdout=0)
-    manifest = build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=workers))
+    manifest = built(raw, tmp_path / "documents", TaskEngine(workers=workers))
     assert files_left_out(manifest) == {
         "changed while it was read": ["cut.parquet", "grown.jsonl", "shorter.jsonl"],
         "file not found": ["gone.jsonl"],
     }
     assert contents(tmp_path / "documents") >= {"first of good", "second of good", "first of grown", "first of shorter"}
     monkeypatch.setattr(build, "list_files", listed)
-    again = build_corpus(recipe, tmp_path / "documents")
+    again = built(raw, tmp_path / "documents")
     assert "third of grown" in contents(tmp_path / "documents")
     assert [names for reason, names in files_left_out(again).items()] == [["cut.parquet"]]
 
@@ -394,9 +380,8 @@ def test_a_file_cut_short_in_the_middle_of_being_read_is_named(tmp_path: Path) -
 @pytest.mark.parametrize("listing", ["source", "evaluation", "one file"])
 def test_an_empty_path_is_an_error_of_one_line(tmp_path: Path, listing: str) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    paths = ["" if listing == "source" else str(tmp_path / "a.txt")]
-    source = SourceRecipe(name="raw", paths=paths)
-    recipe = CorpusRecipe(sources=[source], holdout=0, decontaminate=[""] if listing == "evaluation" else [])
+    source = source_of("" if listing == "source" else tmp_path / "a.txt")
+    recipe = corpus_of(source, decontaminate=[""] if listing == "evaluation" else [])
     with pytest.raises(UsageError, match="empty path") as caught:
         find_file("") if listing == "one file" else build_corpus(recipe, tmp_path / "documents")
     assert "\n" not in str(caught.value)
@@ -428,29 +413,27 @@ def test_a_file_that_kills_its_worker_is_tried_again_and_then_left_out(
         return [*files[:3], KillingFile(**killer), *files[4:]]
 
     monkeypatch.setattr(build, "list_files", with_killer)
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="raw", paths=[str(raw)])], filters=[], holdout=0)
-    manifest = build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=2))
+    manifest = built(raw, tmp_path / "documents", TaskEngine(workers=2))
     assert files_left_out(manifest) == {"killed its worker process twice": ["3.jsonl"]}
     assert contents(tmp_path / "documents") == {f"text of {number}" for number in (0, 1, 2, 4, 5)}
     monkeypatch.setattr(build, "list_files", listed)  # as after an update of the library that crashed
-    build_corpus(recipe, tmp_path / "documents", TaskEngine(workers=2))
+    built(raw, tmp_path / "documents", TaskEngine(workers=2))
     assert "text of 3" in contents(tmp_path / "documents")
     shutdown_workers()
 
 
 @pytest.mark.parametrize("is_archive", [False, True])
-def test_many_small_bombs_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool) -> None:
+def test_many_small_bombs_do_not_add_up(
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool
+) -> None:
     """Each is below the size from which one file is checked."""
-    raw, size = tmp_path / "raw", 4_000_000
-    raw.mkdir()
-    texts = {f"{number}.txt": f"{number} {'x' * 10_000}\n" * (size // 10_000) for number in range(10)}
+    size = 4_000_000
+    texts = {f"{number}.txt": f"{number} {'x' * 10_000}\n".encode() * (size // 10_000) for number in range(10)}
     if is_archive:
-        with zipfile.ZipFile(raw / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in texts.items():
-                archive.writestr(name, text)
+        (raw / "a.zip").write_bytes(zip_of(texts))
     else:
         for name, text in texts.items():
-            (raw / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+            (raw / f"{name}.gz").write_bytes(gzip.compress(text))
     monkeypatch.setattr(part_files, "GROUP_FILES", 1 << 60)  # all in one part
     monkeypatch.setattr(part_files, "PART_LIMITS", ReadLimits(ratio_check_bytes=10_000_000))
     manifest = built(raw, tmp_path / "documents")

@@ -13,15 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.corpus.builds import build_source, source_of, texts_of
 from zero2all.base.errors import RecipeError
 from zero2all.base.tasks import TaskEngine
-from zero2all.corpus import BuiltCorpus, build, build_corpus, part_files, summary_lines
+from zero2all.corpus import build, part_files, summary_lines
 from zero2all.corpus.document import SCHEMA, is_taken, is_validation
 from zero2all.corpus.part_files import DocumentWriter, group_small_files
 from zero2all.corpus.readers import RawFile, UnreadableFileError, documents, list_files
 from zero2all.corpus.readers.base import NOT_INSTALLED
 from zero2all.corpus.readers.listing import FileRange
-from zero2all.recipe import CorpusRecipe, SourceRecipe, parse_recipe
+from zero2all.recipe import parse_recipe
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "many_files.py"
 
@@ -30,15 +31,6 @@ def write_notes(directory: Path, numbers: range) -> None:
     directory.mkdir(exist_ok=True)
     for number in numbers:
         (directory / f"note-{number:05}.txt").write_text(f"The note number {number} says {number * number}.\n")
-
-
-def built(directory: Path, out: Path, engine: TaskEngine | None = None, **source: Any) -> BuiltCorpus:
-    recipe = CorpusRecipe(sources=[SourceRecipe(name="s", paths=[str(directory)], **source)], filters=[], holdout=0)
-    return build_corpus(recipe, out, engine)
-
-
-def contents(out: Path) -> list[str]:
-    return [text for path in sorted(out.glob("*/*.parquet")) for text in pq.read_table(path)["content"].to_pylist()]
 
 
 def files_of(sizes: list[int]) -> list[RawFile]:
@@ -72,21 +64,21 @@ def test_a_folder_of_notes_is_a_few_parts_and_the_same_documents_on_any_number_o
     write_notes(tmp_path / "raw", range(60))
     (tmp_path / "raw" / "note-00030.txt").write_text("")
     (tmp_path / "raw" / "note-00031.bin").write_bytes(bytes(10))
-    one = built(tmp_path / "raw", tmp_path / "one")
+    one = build_source(tmp_path / "raw", tmp_path / "one")
     assert (one.documents, one.sources["s"].files) == (59, 61)
     assert one.left_out["s"].files["format .bin"].first == ["note-00031.bin"]
     assert one.left_out["s"].record_files["no text in it"].first == ["note-00030.txt"]
     parts = list((tmp_path / "one.work" / "parts").glob("*.parquet"))
     assert 2 <= len(parts) <= 12
-    assert built(tmp_path / "raw", tmp_path / "two", TaskEngine(workers=2)).files == one.files
+    assert build_source(tmp_path / "raw", tmp_path / "two", TaskEngine(workers=2)).files == one.files
     monkeypatch.setattr(part_files, "GROUP_FILES", 1)  # as if every file were large
-    assert built(tmp_path / "raw", tmp_path / "alone").files == one.files
+    assert build_source(tmp_path / "raw", tmp_path / "alone").files == one.files
     assert len(list((tmp_path / "alone.work" / "parts").glob("*.parquet"))) == 61
 
 
 def test_a_rerun_after_a_change_reads_one_group_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_notes(tmp_path / "raw", range(700))
-    built(tmp_path / "raw", tmp_path / "out")
+    build_source(tmp_path / "raw", tmp_path / "out")
     read: list[int] = []
     written = part_files.read_documents
 
@@ -96,8 +88,8 @@ def test_a_rerun_after_a_change_reads_one_group_again(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(part_files, "read_documents", noted)
     (tmp_path / "raw" / "note-00350.txt").write_text("Another text that nobody had seen.\n")
-    again = built(tmp_path / "raw", tmp_path / "out")
-    assert "Another text that nobody had seen.\n" in contents(tmp_path / "out")
+    again = build_source(tmp_path / "raw", tmp_path / "out")
+    assert "Another text that nobody had seen.\n" in texts_of(tmp_path / "out")
     assert again.documents == 700
     assert 0 < len(read) < 700
 
@@ -124,34 +116,32 @@ def test_twenty_thousand_files_are_built_in_bounded_time_and_memory(tmp_path: Pa
 
 
 def test_what_is_installed_decides_if_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> None:
+        raise UnreadableFileError(NOT_INSTALLED)
+
     write_notes(tmp_path / "raw", range(3))
     monkeypatch.setattr(build, "missing_packages", lambda: ["pypdf"])
-    unaffected = built(tmp_path / "raw", tmp_path / "out")
+    unaffected = build_source(tmp_path / "raw", tmp_path / "out")
     (tmp_path / "raw" / "a.pdf").write_bytes(b"%PDF-1.7")
     monkeypatch.setattr(documents, "require_package", missing)
-    affected = built(tmp_path / "raw", tmp_path / "more")
-    assert built(tmp_path / "raw", tmp_path / "more").reused
+    affected = build_source(tmp_path / "raw", tmp_path / "more")
+    assert build_source(tmp_path / "raw", tmp_path / "more").reused
     monkeypatch.undo()
     monkeypatch.setattr(build, "missing_packages", list)
-    again = built(tmp_path / "raw", tmp_path / "more")
+    again = build_source(tmp_path / "raw", tmp_path / "more")
     assert not again.reused
     assert again.key != affected.key
     assert list(again.left_out["s"].files) != list(affected.left_out["s"].files)
     (tmp_path / "raw" / "a.pdf").unlink()
-    same = built(tmp_path / "raw", tmp_path / "out")
+    same = build_source(tmp_path / "raw", tmp_path / "out")
     assert (same.reused, same.key) == (True, unaffected.key)
-
-
-def missing(module: str) -> None:
-    raise UnreadableFileError(NOT_INSTALLED)
 
 
 # --- take
 
 
 def taken(directory: Path, count: int) -> list[str]:
-    files = list_files(SourceRecipe(name="s", paths=[str(directory)], take={"files": count}))
-    return [file.name for file in files if not file.skip_reason]
+    return [file.name for file in list_files(source_of(directory, take={"files": count})) if not file.skip_reason]
 
 
 def test_some_files_are_taken_by_name_and_an_added_one_replaces_at_most_one(tmp_path: Path) -> None:
@@ -169,27 +159,27 @@ def test_some_files_are_taken_by_name_and_an_added_one_replaces_at_most_one(tmp_
 
 def test_files_that_are_not_taken_are_counted(tmp_path: Path) -> None:
     write_notes(tmp_path / "raw", range(44))
-    manifest = built(tmp_path / "raw", tmp_path / "out", take={"files": 20})
+    manifest = build_source(tmp_path / "raw", tmp_path / "out", take={"files": 20})
     assert manifest.documents == 20
     assert manifest.left_out["s"].files["not taken"].count == 24
     assert manifest.sources["s"].files == 44
     assert summary_lines(manifest)[1].startswith("  skipped: 24 files (not taken: note-")
-    more = built(tmp_path / "raw", tmp_path / "out", take={"files": 30})
+    more = build_source(tmp_path / "raw", tmp_path / "out", take={"files": 30})
     assert (more.documents, more.reused) == (30, False)
 
 
 def test_a_share_of_documents_is_taken_and_grows_with_the_share(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text number {n}"}}\n' for n in range(1000)))
-    quarter = built(tmp_path / "a.jsonl", tmp_path / "quarter", take=0.25)
+    quarter = build_source(tmp_path / "a.jsonl", tmp_path / "quarter", take=0.25)
     assert 200 < quarter.documents < 300
     assert quarter.left_out["s"].documents == {"not taken": 1000 - quarter.documents}
     assert quarter.sources["s"].read.documents == quarter.documents
-    half = built(tmp_path / "a.jsonl", tmp_path / "half", take=0.5)
-    assert set(contents(tmp_path / "quarter")) < set(contents(tmp_path / "half"))
+    half = build_source(tmp_path / "a.jsonl", tmp_path / "half", take=0.5)
+    assert set(texts_of(tmp_path / "quarter")) < set(texts_of(tmp_path / "half"))
     assert 450 < half.documents < 550
     (tmp_path / "b.jsonl").write_text('{"text": "more"}\n')
-    built(tmp_path, tmp_path / "more", take=0.25)
-    assert set(contents(tmp_path / "quarter")) <= set(contents(tmp_path / "more"))
+    build_source(tmp_path, tmp_path / "more", take=0.25)
+    assert set(texts_of(tmp_path / "quarter")) <= set(texts_of(tmp_path / "more"))
 
 
 def test_the_share_says_nothing_about_the_split() -> None:

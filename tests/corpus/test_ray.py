@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -15,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.chaos.simulated_nodes import SimulatedNode, simulated_nodes, simulation_unavailable_reason
 from tests.conftest import ENGLISH, write_raw
+from tests.corpus.builds import rows_of, write_texts
 from tests.corpus.test_resume import contents, recipe_for
 from zero2all.corpus import build_corpus
 from zero2all.recipe import load_recipe
@@ -67,10 +66,8 @@ def write_files(directory: Path) -> None:
     rng = random.Random(4)
     directory.mkdir()
     for file in range(FILES):
-        with open(directory / f"{file:02}.jsonl", "w", encoding="utf-8") as stream:
-            for _ in range(DOCUMENTS):
-                text = " ".join(rng.choices(ENGLISH.split(), k=400)) + "."
-                stream.write(json.dumps({"text": text}) + "\n")
+        texts = (" ".join(rng.choices(ENGLISH.split(), k=400)) + "." for _ in range(DOCUMENTS))
+        write_texts(directory / f"{file:02}.jsonl", texts)
 
 
 @contextmanager
@@ -123,5 +120,5 @@ def test_a_node_is_lost_and_no_document_is(tmp_path: Path) -> None:
         assert driver.wait(timeout=150) == 0
     assert done_before < FILES
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
-    gids = [gid for path in (tmp_path / "ray").rglob("*.parquet") for gid in pq.read_table(path)["gid"].to_pylist()]
+    gids = [row["gid"] for row in rows_of(tmp_path / "ray")]
     assert len(gids) == len(set(gids)) == local.documents > 0

@@ -72,6 +72,17 @@ def packed(data: bytes, compression: str) -> bytes:
     return whole
 
 
+PACK = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".tgz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": functools.partial(packed, compression="zstd"),
+    ".lz4": functools.partial(packed, compression="lz4"),
+}
+
+
 SHAPES = {
     "rows.jsonl": as_lines(LINES),
     "rows.json": json.dumps(LINES).encode(),
@@ -101,12 +112,8 @@ def test_the_same_rows_come_out_of_every_shape(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst", ".lz4"])
 @pytest.mark.parametrize("shape", ["rows.jsonl", "pretty.json", "rows.csv", "wiki_00"])
 def test_every_compression_is_seen_through_whatever_the_name_says(tmp_path: Path, ending: str, shape: str) -> None:
-    data = SHAPES[shape]
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-    names = {".zst": "zstd", ".lz4": "lz4"}
-    small = pack[ending](data) if ending in pack else packed(data, names[ending])
     for name in (shape + ending, shape):
-        (tmp_path / name).write_bytes(small)
+        (tmp_path / name).write_bytes(PACK[ending](SHAPES[shape]))
         assert contents(tmp_path / name) == [row["text"] for row in LINES]
 
 
@@ -125,12 +132,8 @@ def test_members_of_archives_are_read_by_the_same_rules(tmp_path: Path, ending: 
         "inner.zip": zip_of({"x.txt": b"never"}),
         "book.mobi": b"BOOKMOBI\x00\x01",
     }
-    tar = make_tar(members)
-    pack = {".zip": lambda: zip_of(members), ".tar.gz": lambda: gzip.compress(tar), ".tgz": lambda: gzip.compress(tar)}
-    pack |= {".tar.bz2": lambda: bz2.compress(tar), ".tar.xz": lambda: lzma.compress(tar)}
-    pack |= {".tar.zst": lambda: packed(tar, "zstd")}
     path = tmp_path / f"all{ending}"
-    path.write_bytes(pack.get(ending, lambda: tar)())
+    path.write_bytes(zip_of(members) if ending == ".zip" else PACK[ending.removeprefix(".tar")](make_tar(members)))
     found = read(path)
     texts = [record.get("content") or record.get("text") for record in found if not isinstance(record, BrokenRecord)]
     eight = texts.pop(5)
@@ -153,24 +156,20 @@ def test_archives_that_mean_harm_are_refused_member_by_member(tmp_path: Path) ->
             info.type, info.linkname = kind, "/etc/passwd"
             archive.addfile(info)
     (tmp_path / "bad.tar").write_bytes(sink.getvalue())
-    escapes = dict.fromkeys(
-        ("/etc/passwd.txt", "../up.txt", "a/../../up.txt", "C:\\x.txt"), "path that leaves the archive"
-    )
-    links = dict.fromkeys(("link.txt", "hard.txt", "null.txt"), "link or device")
-    assert refusals(tmp_path / "bad.tar") == escapes | links
+    leaves, link = "path that leaves the archive", "link or device"
+    escapes = dict.fromkeys(("/etc/passwd.txt", "../up.txt", "a/../../up.txt", "C:\\x.txt"), leaves)
+    assert refusals(tmp_path / "bad.tar") == escapes | dict.fromkeys(("link.txt", "hard.txt", "null.txt"), link)
     assert [r["content"] for r in read(tmp_path / "bad.tar") if isinstance(r, TextRecord)] == ["text"]
 
     data = bytearray(zip_of({"/abs.txt": b"x", "../up.txt": b"x", "..\\up.txt": b"x", "good.txt": b"text"}))
     with zipfile.ZipFile(tmp_path / "bad.zip", "w") as zipped:
         zipped.writestr("/abs.txt", "x")
         zipped.writestr("../up.txt", "x")
-        link = zipfile.ZipInfo("link.txt")
-        link.external_attr = 0o120777 << 16
-        zipped.writestr(link, "/etc/passwd")
+        member = zipfile.ZipInfo("link.txt")
+        member.external_attr = 0o120777 << 16
+        zipped.writestr(member, "/etc/passwd")
         zipped.writestr("good.txt", "text")
-    found = refusals(tmp_path / "bad.zip")
-    leaves = "path that leaves the archive"
-    assert found == {"/abs.txt": leaves, "../up.txt": leaves, "link.txt": "link or device"}
+    assert refusals(tmp_path / "bad.zip") == {"/abs.txt": leaves, "../up.txt": leaves, "link.txt": link}
     # the flag that says a member is encrypted
     place = data.rfind(b"PK\x01\x02", 0, data.rfind(b"good.txt"))
     data[place + 8] |= 1
@@ -194,9 +193,8 @@ def test_bombs_are_refused_and_do_not_take_the_rest_with_them(tmp_path: Path) ->
     assert [r["content"] for r in kept if isinstance(r, TextRecord)] == ["text"]
     assert sum(len(str(r)) for r in kept) < 1 << 20
 
-    (tmp_path / "large.tar").write_bytes(
-        make_tar({"large.txt": random.Random(1).randbytes(5 << 20), "good.txt": b"text"})
-    )
+    large = random.Random(1).randbytes(5 << 20)
+    (tmp_path / "large.tar").write_bytes(make_tar({"large.txt": large, "good.txt": b"text"}))
     assert refusals(tmp_path / "large.tar", SMALL) == {"large.txt": "unpacks to more than 4 MiB"}
 
     many = {f"{n}.txt": b"x" for n in range(30)}
@@ -227,13 +225,8 @@ def test_a_tar_header_that_claims_gigabytes_is_not_read_into_memory(tmp_path: Pa
 
 def test_large_members_of_a_tar_are_read(tmp_path: Path) -> None:
     book, rows = "a line of a book\n" * 200_000, [{"text": "x" * 100}] * 20_000
-    members = {
-        "small.txt": b"small",
-        "book.txt": book.encode(),
-        "rows.json": json.dumps(rows).encode(),
-        "z.txt": b"after",
-    }
-    (tmp_path / "a.tar").write_bytes(make_tar(members))
+    members = {"small.txt": b"small", "book.txt": book.encode(), "rows.json": json.dumps(rows).encode()}
+    (tmp_path / "a.tar").write_bytes(make_tar(members | {"z.txt": b"after"}))
     found = contents(tmp_path / "a.tar")
     assert (found[0], found[1], len(found[2:-1]), found[-1]) == ("small", book, 20_000, "after")
 

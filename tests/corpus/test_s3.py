@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import TINY, write_raw
-from tests.corpus.test_resume import BUILDER, contents, recipe_for
+from tests.conftest import TINY
+from tests.corpus.test_resume import KILLS, build_with_kills, contents, recipe_for, write_raw_with_copies
 from tests.seaweed import SECRET_KEY
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.io import write_json
@@ -33,19 +32,15 @@ from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
 
 Z2A = Path(sys.executable).with_name("z2a")
-KILLS = int(os.environ.get("Z2A_TEST_KILLS", "3"))
 
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Few files: every one costs a request in every partition of every shuffle."""
     root = tmp_path_factory.mktemp("raw")
-    write_raw(root)
+    write_raw_with_copies(root)
     for path in [*sorted((root / "zh").iterdir())[3:], *sorted((root / "code" / "pkg").iterdir())[4:]]:
         path.unlink()
-    lines = (root / "en.jsonl").read_text().splitlines()
-    with open(root / "en.jsonl", "a") as stream:  # the same records again: one gid, one document
-        stream.write("\n".join(lines[:20]) + "\n")
     return root
 
 
@@ -99,31 +94,21 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     made = len(all_files(to_path(s3))) - before
     staging = tmp_path / "staging"
     staging.mkdir()
-    environment = {**os.environ, "TMPDIR": str(staging)}
     rng = random.Random(7)
-    words = [sys.executable, "-c", BUILDER, remote_recipe(s3, raw).model_dump_json(), f"{s3}/documents"]
-    kills = 0
-    for moment in [*sorted(rng.sample(range(1, made - len(undisturbed)), KILLS - 1)), made - 3]:
-        process = subprocess.Popen([*words, str(rng.choice([1, 2]))], start_new_session=True, env=environment)
-        deadline = time.monotonic() + 90
-        while process.poll() is None and len(all_files(to_path(s3))) < before + made + moment:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # polls; what decides is the number of objects
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait()
-    subprocess.run([*words, "2"], check=True, timeout=120, env=environment)
+    moments = [*sorted(rng.sample(range(1, made - len(undisturbed)), KILLS - 1)), made - 3]
+    kills = build_with_kills(
+        remote_recipe(s3, raw),
+        f"{s3}/documents",
+        [before + made + moment for moment in moments],
+        lambda: len(all_files(to_path(s3))),
+        {**os.environ, "TMPDIR": str(staging)},
+    )
     assert not list(staging.iterdir())  # also not what the killed ones had there
     assert kills >= KILLS // 2
     assert remote_contents(to_path(f"{s3}/documents")) == undisturbed
     manifest = read_manifest(to_path(f"{s3}/documents"), "documents", "")
-    gids = [
-        gid
-        for path in all_files(to_path(f"{s3}/documents"))
-        if path.suffix == ".parquet"
-        for gid in pq.read_table(arrow_source(path))["gid"].to_pylist()
-    ]
+    files = (path for path in all_files(to_path(f"{s3}/documents")) if path.suffix == ".parquet")
+    gids = [gid for path in files for gid in pq.read_table(arrow_source(path))["gid"].to_pylist()]
     dropped = sum(part["documents"] for a in manifest["sources"].values() for part in a["dropped"].values())
     assert len(gids) == len(set(gids)) == manifest["documents"]
     assert len(gids) + dropped == sum(account["read"]["documents"] for account in manifest["sources"].values())

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from zero2all.base.errors import RecipeError, UsageError
 from zero2all.base.units import Duration
+from zero2all.base.workspace import did_you_mean
 from zero2all.cli.main import app
 from zero2all.recipe import (
     PRESETS,
@@ -19,14 +20,9 @@ from zero2all.recipe import (
     recipe_schema,
     recipe_yaml,
 )
+from zero2all.train.run import Run
 
 ROOT = Path(__file__).parents[2]
-
-
-def problems_of(text: str, *overrides: str) -> dict[str, str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, list(overrides))
-    return {problem.path: str(problem) for problem in caught.value.problems}
 
 
 @pytest.mark.parametrize(
@@ -39,24 +35,17 @@ def problems_of(text: str, *overrides: str) -> dict[str, str]:
         ("corpus: {sources: [{name: a, paths: [x]}, {name: a, paths: [y]}]}", "corpus.sources"),
         ("corpus: {sources: [{name: ../a, paths: [x]}]}", "corpus.sources.0.name"),
         ("{train: {steps: 1, mixture: {c: 1}}, corpus: {sources: [{name: a, paths: [x]}]}}", "recipe"),
+        ("train: {steps: abc}", "train.steps"),
+        ("{train: {steps: 1}, corpus: {sources: [{name: a, paths: []}]}}", "corpus.sources.0.paths"),
+        ("train: {steps: 1, optimizer: {betas: [2, 0.9]}}", "train.optimizer.betas.0"),
+        ("model: {preset: [a]}", "model.preset"),
+        ("tokenizer: {vocab_size: 64}", "tokenizer.vocab_size"),
     ],
 )
-def test_each_rule_can_fail(text: str, path: str) -> None:
-    assert path in problems_of(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "paths"),
-    [
-        ("train: {steps: abc}", {"train.steps"}),
-        ("{train: {steps: 1}, corpus: {sources: [{name: a, paths: []}]}}", {"corpus.sources.0.paths"}),
-        ("train: {steps: 1, optimizer: {betas: [2, 0.9]}}", {"train.optimizer.betas.0"}),
-        ("model: {preset: [a]}", {"model.preset"}),
-        ("tokenizer: {vocab_size: 64}", {"tokenizer.vocab_size"}),
-    ],
-)
-def test_no_mistake_is_reported_that_nobody_made(text: str, paths: set[str]) -> None:
-    assert set(problems_of(text)) == paths
+def test_each_rule_can_fail_and_no_mistake_is_reported_that_nobody_made(text: str, path: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text)
+    assert {problem.path for problem in caught.value.problems} == {path}
 
 
 def test_another_preset_on_a_resolved_recipe_is_another_shape() -> None:
@@ -152,20 +141,20 @@ def test_a_mistake_on_the_command_line_has_its_override_and_no_line_of_the_file(
         parse_recipe(text.replace("64", "y"), ["train.steps=3"])
 
 
-def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").touch()
-    (tmp_path / ".hidden.yaml").touch()
-    with pytest.raises(UsageError, match=r"there are mine\.yaml$"):
-        load_recipe(tmp_path / "other.yaml")
-
-
-def test_a_missing_recipe_names_those_in_recipes_if_there_is_none_beside_it(tmp_path: Path) -> None:
+def test_a_missing_recipe_names_those_that_there_are(tmp_path: Path) -> None:
+    """Beside it, or in recipes/ if there is none beside it."""
+    with pytest.raises(UsageError, match=r"nowhere/other\.yaml$"):
+        load_recipe(tmp_path / "nowhere" / "other.yaml")
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "small.yaml").touch()
     with pytest.raises(UsageError, match=r"in .*/recipes/ there are small\.yaml$"):
         load_recipe(tmp_path / "other.yaml")
-    with pytest.raises(UsageError, match=r"nowhere/other\.yaml$"):
-        load_recipe(tmp_path / "nowhere" / "other.yaml")
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / ".hidden.yaml").touch()
+    with pytest.raises(UsageError, match=r"there are mine\.yaml$"):
+        load_recipe(tmp_path / "other.yaml")
+    with pytest.raises(UsageError, match=r"neither recipe\.yaml nor run/recipe\.yaml.*there are mine\.yaml$"):
+        load_recipe(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["recipe.yaml", "run/recipe.yaml"])
@@ -179,12 +168,6 @@ def test_a_run_directory_stands_for_its_recipe(tmp_path: Path, place: str) -> No
         assert load_recipe_or_preset(str(target)).train.steps == 3
     with pytest.raises(RecipeError, match=r"recipe\.yaml: 1 mistake\n.*command line, model\.n_layers=3"):
         load_recipe(tmp_path, ["model.n_layers=3"])
-
-
-def test_a_directory_without_a_recipe_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").touch()
-    with pytest.raises(UsageError, match=r"neither recipe\.yaml nor run/recipe\.yaml.*there are mine\.yaml$"):
-        load_recipe(tmp_path)
 
 
 EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 64"
@@ -206,3 +189,40 @@ def test_the_check_warns_where_losses_depend_on_the_layout(model: str, said: lis
     assert [remark.split(" ")[0].rstrip(":") for remark in json.loads(done.stdout)["remarks"]] == said
     shown = CliRunner().invoke(app, ["recipe", "check", str(tmp_path / "recipe.yaml")]).stdout
     assert shown.count("remark: ") == len(said)
+
+
+# --- paths that do not exist: the one beside them that was meant
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("first", "second", ".first"):
+        (tmp_path / "runs" / name / "deeper").mkdir(parents=True)
+    (tmp_path / "my.yaml").touch()
+    return tmp_path / "runs"
+
+
+def test_a_misspelled_run_suggests_the_one_that_exists(runs: Path) -> None:
+    with pytest.raises(UsageError, match=rf"no recipe at {runs}/frist; did you mean {runs}/first\?$"):
+        load_recipe(runs / "frist")
+    with pytest.raises(UsageError, match=rf"no run in {runs}/frist; did you mean {runs}/first\?$"):
+        Run.open(runs / "frist")
+    with pytest.raises(
+        UsageError, match=rf"no recipe at {runs.parent}/mine.yaml; did you mean {runs.parent}/my.yaml\?"
+    ):
+        load_recipe(runs.parent / "mine.yaml")
+
+
+def test_the_misspelled_part_may_be_a_parent(runs: Path) -> None:
+    assert did_you_mean(runs / "frist" / "deeper") == f"; did you mean {runs}/first/deeper?"
+
+
+@pytest.mark.parametrize("path", ["runs/other", "runs/x", "elsewhere/first"])
+def test_nothing_is_suggested_that_is_not_close(runs: Path, path: str) -> None:
+    assert did_you_mean(runs.parent / path) == ""
+
+
+def test_a_remote_out_names_the_keys_that_take_an_object_store() -> None:
+    said = r"must be a local directory; an object store can hold the checkpoints \(checkpoint\.dir\)"
+    with pytest.raises(RecipeError, match=said):
+        parse_recipe("train: {steps: 1}", ["out=s3://bucket/run"])

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2all.base.errors import RecipeError
-from zero2all.recipe import Recipe, parse_recipe, recipe_yaml
+from zero2all.recipe import Recipe, SourceRecipe, parse_recipe, recipe_yaml
+from zero2all.recipe.safe_yaml import read_yaml
 from zero2all.recipe.source_names import MAX_CHARACTERS, source_file_name, source_file_names, to_source_name
 
 NAMES = ["三国演义", "my notes", "Café", "книги", "کتاب‌ها", "😀", "v1.0", "a=b", "<b>", "-x", "..", "2024", "红" * 180]
@@ -74,7 +75,8 @@ def test_file_names_are_ascii_short_and_differ_in_more_than_case() -> None:
 @settings(max_examples=200)
 def test_any_text_becomes_a_valid_name(label: str) -> None:
     name = to_source_name(label)
-    assert recipe_of(name).corpus.sources[0].name == name
+    values, _ = read_yaml(yaml.safe_dump({"name": name, "paths": ["x"]}), "a source")
+    assert SourceRecipe(**values).name == name
     assert 0 < len(name) <= MAX_CHARACTERS
 
 

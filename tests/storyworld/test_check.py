@@ -78,6 +78,7 @@ def test_the_story_of_the_following_tests_is_right(text: str, language: str) -> 
     assert (check.sums, check.right_sums) == (2, 2)
 
 
+ASLEEP = "fell asleep with a smile. When the sun went down, she went home with a light heart."
 CONTRADICTIONS = {
     ENGLISH: [
         ("He gave the kite", "Ben gave the kite", "name"),
@@ -91,23 +92,10 @@ CONTRADICTIONS = {
         ("By the lake, Tom", "By the river, Tom", "place"),
         ("Then she went to the lake.", "Then she went to the park.", "place"),
         ("Then she went", "Evening came, and Mia was all alone by the river. Then she went", "place"),
-        (
-            "Tom came along. ",
-            'Tom came along. Mia smiled from ear to ear. "What is wrong, Mia?" asked Tom. ',
-            "feeling",
-        ),
-        (
-            "She had a red kite",
-            "She was small but very kind. She was small but very brave. She had a red kite",
-            "trait",
-        ),
+        ("came along. ", 'came along. Mia smiled from ear to ear. "What is wrong, Mia?" asked Tom. ', "feeling"),
+        ("She had a red", "She was small but very kind. She was small but very brave. She had a red", "trait"),
         ("She already had five", "She already had nine pears in her bag. She already had five", "count"),
-        (
-            "That night, she",
-            "That night, she fell asleep with a smile. When the sun went down, she went home with a light "
-            "heart. That night, she",
-            "time",
-        ),
+        ("That night, she", f"That night, she {ASLEEP} That night, she", "time"),
         ("Just then, Tom came along. ", "Just then, Tom came along. Then Tom went to the hill. ", "place"),
     ],
     CHINESE: [

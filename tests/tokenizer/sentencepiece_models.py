@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,33 @@ from zero2all.storyworld import generate_stories
 CORPUS = Path(os.environ.get("Z2A_TEST_CORPUS", Path(__file__).parents[3] / "shared" / "corpus"))
 
 
-def texts(language: str, characters: int) -> list[str]:
-    """Documents of the shared corpus, or generated ones."""
+@cache
+def documents(language: str) -> list[str]:
+    """Those of the shared corpus, or generated ones."""
     path = CORPUS / "valid" / f"{language}_valid.jsonl"
     if path.exists():
-        documents = [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
-    else:
-        documents = list(generate_stories(language, 3, 2000))
+        return [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
+    return list(generate_stories(language, 3, 2000))
+
+
+def texts(language: str, characters: int) -> list[str]:
+    """The first documents, up to so many characters."""
     chosen: list[str] = []
-    while documents and characters > 0:
-        chosen.append(documents.pop(0)[:characters])
+    for text in documents(language):
+        if characters <= 0:
+            break
+        chosen.append(text[:characters])
         characters -= len(chosen[-1])
     return chosen
 
 
 def llama_style(algorithm: str = "bpe", vocab_size: int = 700, characters: int = 100_000, **options: Any) -> bytes:
+    """Trained once for the same settings."""
+    return _train(algorithm, vocab_size, characters, json.dumps(options))
+
+
+@cache
+def _train(algorithm: str, vocab_size: int, characters: int, options: str) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
@@ -42,7 +55,7 @@ def llama_style(algorithm: str = "bpe", vocab_size: int = 700, characters: int =
         "split_digits": True,
         "num_threads": 2,
         "minloglevel": 2,
-        **options,
+        **json.loads(options),
     }
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **settings)
     return model.getvalue()

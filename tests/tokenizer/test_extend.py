@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from tests.conftest import TINY
 from tests.tokenizer.sentencepiece_models import llama_style
 from zero2all.base.io import write_json
 from zero2all.model import Z2all, grow_embeddings
@@ -41,9 +43,8 @@ def test_an_extended_tokenizer_keeps_every_old_id(tokenizer: Tokenizer, extended
 
 
 def test_the_size_is_exact_without_padding_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    made = extend_tokenizer(
-        tokenizer.directory, ["acetylsalicylic thrombocytopenia 乙酰水杨酸血小板减少症"] * 50, 64, tmp_path / "t"
-    )
+    texts = ["acetylsalicylic thrombocytopenia 乙酰水杨酸血小板减少症"] * 50
+    made = extend_tokenizer(tokenizer.directory, texts, 64, tmp_path / "t")
     assert made.vocab_size == tokenizer.vocab_size + 64
 
 
@@ -123,13 +124,8 @@ def test_a_grown_model_keeps_old_rows_and_averages_those_of_new_tokens(
 ) -> None:
     old_ids = decompose_new_tokens(tokenizer, extended)
     for tied in (True, False):
-        config = ModelConfig(
-            hidden_size=32, intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=64, tie_word_embeddings=tied,
-            vocab_size=tokenizer.vocab_size,
-        )  # fmt: skip
-        model = Z2all(config).init_weights(seed=1)
+        shape = {**yaml.safe_load(TINY)["model"], "tie_word_embeddings": tied, "vocab_size": tokenizer.vocab_size}
+        model = Z2all(ModelConfig(**shape)).init_weights(seed=1)
         grown = grow_embeddings(model, old_ids)
         ids = torch.tensor([tokenizer.encode("the model reads")])
         assert torch.equal(grown(ids)[..., : tokenizer.vocab_size], model(ids))

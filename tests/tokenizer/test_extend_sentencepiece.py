@@ -15,19 +15,25 @@ from zero2all.base.io import write_json
 from zero2all.corpus.ingest import document_texts
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
-from zero2all.tokenizer.extend import CHINESE, decompose_new_tokens, extend_tokenizer
+from zero2all.tokenizer.extend import CHINESE, Characters, decompose_new_tokens, extend_tokenizer
 from zero2all.tokenizer.import_export import import_tokenizer
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE, SentencePiece, append_pieces
 
 Pair = tuple[Tokenizer, Tokenizer]
 
 
-def make_pair(root: Path, model: bytes, learned_from: list[str], num_new_tokens: int) -> Pair:
+def make_pair(
+    root: Path, model: bytes, learned_from: list[str], num_new_tokens: int, characters: Characters = "chinese"
+) -> Pair:
     (root / "llama.model").write_bytes(model)
     import_tokenizer(root / "llama.model", root / "old")
-    made = extend_tokenizer(root / "old", learned_from, num_new_tokens, root / "new", characters="chinese")
-    assert made.learned == num_new_tokens
+    made = extend_tokenizer(root / "old", learned_from, num_new_tokens, root / "new", characters=characters)
+    assert made.learned == num_new_tokens or characters == "any"  # then a few lines do not have so many
     return Tokenizer(root / "old"), Tokenizer(root / "new")
+
+
+def package_of(tokenizer: Tokenizer) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.directory / MODEL_FILE))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def check_pair(pair: Pair, english: list[str], chinese: list[str]) -> None:
     assert sum(map(len, english)) > 10_000
     for text in english:
         assert new.encode(text) == old.encode(text)
-    package = sentencepiece.SentencePieceProcessor(model_file=str(new.directory / MODEL_FILE))
+    package = package_of(new)
     assert package.get_piece_size() == new.vocab_size
     assert package.id_to_piece(old.vocab_size).encode() == new.token_bytes[old.vocab_size]
     theirs = AutoTokenizer.from_pretrained(new.directory)
@@ -82,36 +88,24 @@ def test_each_new_token_is_used_and_spelled_by_old_ones(pair: Pair) -> None:
 
 
 def test_a_frequent_character_comes_before_a_rare_pair(tmp_path: Path) -> None:
-    (tmp_path / "llama.model").write_bytes(llama_style())
-    import_tokenizer(tmp_path / "llama.model", tmp_path / "old")
-    learned = ["龘靐" * 2] * 50 + ["齉"] * 60 + ["龖龖"] * 4
-    extend_tokenizer(tmp_path / "old", learned, 5, tmp_path / "new", characters="chinese")
-    old, new = Tokenizer(tmp_path / "old"), Tokenizer(tmp_path / "new")
+    old, new = make_pair(tmp_path, llama_style(), ["龘靐" * 2] * 50 + ["齉"] * 60 + ["龖龖"] * 4, 5)
     found = [new.token_bytes[id].decode() for id in range(old.vocab_size, old.vocab_size + 5)]
     assert found == ["靐", "龘", "齉", "龘靐", "龘靐龘靐"]  # 200, 200, 120, 100 and 50 tokens saved; 龖 would save 16
 
 
 def test_text_of_any_kind_is_learned_from_without_the_option(tmp_path: Path) -> None:
-    (tmp_path / "llama.model").write_bytes(llama_style())
-    import_tokenizer(tmp_path / "llama.model", tmp_path / "old")
-    extend_tokenizer(tmp_path / "old", ["a thrombocytopenia\n春眠 <0x41>"] * 9, 40, tmp_path / "new")
-    old, new = Tokenizer(tmp_path / "old"), Tokenizer(tmp_path / "new")
+    old, new = make_pair(tmp_path, llama_style(), ["a thrombocytopenia\n春眠 <0x41>"] * 9, 40, "any")
     text = "thrombocytopenia 春眠"
     assert len(new.encode(text)) < len(old.encode(text))
     assert new.decode(new.encode(text + " <0x41>\n")) == text + " <0x41>\n"
-    package = sentencepiece.SentencePieceProcessor(model_file=str(new.directory / MODEL_FILE))
-    assert package.encode(text) == new.encode(text)
+    assert package_of(new).encode(text) == new.encode(text)
 
 
 def test_an_old_piece_made_of_new_ones_keeps_its_rank(tmp_path: Path) -> None:
     """sentencepiece joins whatever becomes a piece: also an old one that only new pieces can make."""
     model = append_pieces(llama_style(), [SentencePiece(c, -5000.0 - n) for n, c in enumerate("中国人")], 703)
-    (tmp_path / "llama.model").write_bytes(append_pieces(model, [SentencePiece("中国人", -4000.0)], 704))
-    import_tokenizer(tmp_path / "llama.model", tmp_path / "old")
-    extend_tokenizer(tmp_path / "old", ["国人"] * 9, 1, tmp_path / "new", characters="chinese")
-    new = Tokenizer(tmp_path / "new")
-    package = sentencepiece.SentencePieceProcessor(model_file=str(new.directory / MODEL_FILE))
-    assert new.encode("中国人") == package.encode("中国人")
+    _, new = make_pair(tmp_path, append_pieces(model, [SentencePiece("中国人", -4000.0)], 704), ["国人"] * 9, 1)
+    assert new.encode("中国人") == package_of(new).encode("中国人")
     assert len(new.encode("中国人")) == 2  # with the space before
 
 

@@ -26,6 +26,7 @@ from zero2all.tokenizer.chat import (
 
 QUESTION = [{"role": "user", "content": "hello"}]
 SPIN = "{{ range(99999) | reject('in', range(-99999, 0) | list) | list | length }}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 MEMORY = {
     "joined to itself": "{% set n=namespace(x='a'*99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "added to itself": "{% set ns=namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -47,6 +48,15 @@ TIME = {
     "sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) | length }}",
     "reject": SPIN,
 }
+EITHER = {  # or refused before it takes any
+    "loops": LOOPS,
+    "loops that set": LOOPS.replace("{% endfor %}{% endfor %}", "{% set x = b %}{% endfor %}{% endfor %}x"),
+    "loops after a name": "{% set _tick = 1 %}" + LOOPS,
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "repeated text": "{{ 'a' * 10 ** 10 }}",
+    "repeated list": "{{ [0] * 999999999 }}",
+    "power": "{{ 9 ** 999999999 }}",
+}
 
 
 def render(source: str, messages: list[dict[str, Any]] = QUESTION) -> str:
@@ -67,20 +77,16 @@ def fresh() -> Any:
     shared_process().close()
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", [*MEMORY, *TIME, *EITHER])
 @pytest.mark.timeout(120)
-def test_a_template_gets_no_more_memory_than_its_limit(strict: None, name: str) -> None:
-    with pytest.raises(TemplateLimitError, match=r"the template of here (needs more than 192 MiB|exceeds its limits)"):
-        render(MEMORY[name])
-    assert render("{{ messages[0].content }}") == "hello"
-
-
-@pytest.mark.parametrize("name", TIME)
-@pytest.mark.timeout(120)
-def test_a_template_gets_no_more_time_than_its_limit(strict: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(chat, "MAX_MEMORY", 1 << 30)
-    with pytest.raises(TemplateLimitError, match=r"the template of here exceeds its limits: it takes more than 1 s"):
-        render(TIME[name])
+def test_a_template_gets_no_more_than_its_limits(strict: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    said = r"(needs more than 192 MiB|exceeds its limits)"
+    if name in TIME:
+        monkeypatch.setattr(chat, "MAX_MEMORY", 1 << 30)
+        said = "exceeds its limits: it takes more than 1 s"
+    error, said = (ChatTemplateError, "") if name in EITHER else (TemplateLimitError, f"the template of here {said}")
+    with pytest.raises(error, match=said):
+        render((MEMORY | TIME | EITHER)[name])
     assert render("{{ messages[0].content }}") == "hello"
 
 
@@ -100,8 +106,8 @@ def test_a_child_that_stands_still_is_ended(strict: None, monkeypatch: pytest.Mo
 
 @pytest.mark.timeout(60)
 def test_one_conversation_over_the_limit_does_not_stop_the_others(strict: None) -> None:
-    template = ChatTemplate("{% if messages[0].content == 'bad' %}" + SPIN + "{% endif %}{{ messages[0].content }}",
-                            frozenset(), {})  # fmt: skip
+    source = "{% if messages[0].content == 'bad' %}" + SPIN + "{% endif %}{{ messages[0].content }}"
+    template = ChatTemplate(source, frozenset(), {})
     said = ["a", "bad", "b", "c"]
     found = template.render_many([ChatInput([{"role": "user", "content": text}]) for text in said])
     assert isinstance(found[1], TemplateLimitError)
@@ -112,9 +118,8 @@ def test_a_batch_larger_than_a_message_is_rendered_in_order(monkeypatch: pytest.
     monkeypatch.setattr(chat, "MESSAGE_BYTES", 100)
     inputs = [ChatInput([{"role": "user", "content": f"{number}" * (number % 70)}]) for number in range(200)]
     found = ChatTemplate("{{ messages[0].content }}", frozenset(), {}).render_many(inputs)
-    assert [chat.parts[0] for chat in found if isinstance(chat, RenderedChat)] == [
-        one.messages[0]["content"] for one in inputs
-    ]
+    expected = [one.messages[0]["content"] for one in inputs]
+    assert [chat.parts[0] for chat in found if isinstance(chat, RenderedChat)] == expected
 
 
 @pytest.mark.parametrize("said", ["\ud800", "\n\u2028\x00\x85", "😀", "a\ud83d", '"\\'])
@@ -178,12 +183,10 @@ def test_the_child_sees_no_credentials_and_no_file(monkeypatch: pytest.MonkeyPat
     assert all(one == "/dev/null" or one.startswith(("socket:", "pipe:")) for one in opened)
 
 
-def test_a_template_of_megabytes_is_an_error() -> None:
+def test_what_no_child_could_render_is_an_error() -> None:
+    """A template of megabytes, and messages that use every disguise."""
     with pytest.raises(ChatTemplateError, match="more than 1,048,576 characters"):
         render("a" * (20 << 20))
-
-
-def test_messages_that_use_every_disguise_are_an_error() -> None:
     said = "".join(map(chr, range(0x100000, 0x10FFFE)))
     with pytest.raises(ChatTemplateError, match="private-use characters"):
         render("{{ messages[0].content }}", [{"role": "user", "content": said}])

@@ -177,6 +177,10 @@ def test_metaspace_directories_have_the_ids_of_transformers(
     assert ours.eos_token_id == 2
 
 
+def with_pieces(*pieces: SentencePiece) -> bytes:
+    return append_pieces(llama_style(), pieces, 700 + len(pieces))
+
+
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a text": (lambda: b"#!/bin/sh\nexit 1\n", "damaged"),
     "empty": (lambda: b"", "no pieces"),
@@ -187,13 +191,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "words": (lambda: llama_style("word"), "neither a BPE nor a unigram"),
     "space after words": (lambda: llama_style(treat_whitespace_as_suffix=True), "does not write a space"),
     "symbols and prefix": (lambda: llama_style(user_defined_symbols=["\n"]), "user-defined symbols"),
-    "a piece twice": (
-        lambda: append_pieces(llama_style(), [SentencePiece("the", 1.0), SentencePiece("the", 0.0)], 702),
-        "the same",
-    ),
-    "nan": (lambda: append_pieces(llama_style(), [SentencePiece("@@@", float("nan"))], 701), "score"),
-    "long": (lambda: append_pieces(llama_style(), [SentencePiece("x" * 1000, 0.0)], 701), "characters"),
-    "unused": (lambda: append_pieces(llama_style(), [SentencePiece("@@@", 0.0, PieceType.UNUSED)], 701), "unused"),
+    "a piece twice": (lambda: with_pieces(SentencePiece("the", 1.0), SentencePiece("the", 0.0)), "the same"),
+    "nan": (lambda: with_pieces(SentencePiece("@@@", float("nan"))), "score"),
+    "long": (lambda: with_pieces(SentencePiece("x" * 1000, 0.0)), "characters"),
+    "unused": (lambda: with_pieces(SentencePiece("@@@", 0.0, PieceType.UNUSED)), "unused"),
     "huge length": (lambda: b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "ends inside"),
     "endless number": (lambda: b"\xff" * 11, "too long"),
     "a score of 8 bytes": (lambda: b"\x0a\x09\x11" + struct.pack("<d", 1.0), "no float"),

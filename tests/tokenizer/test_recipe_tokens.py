@@ -8,34 +8,34 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import RecipeError, UsageError
 from zero2all.base.manifest import read_documents_manifest
-from zero2all.recipe import TokenizerRecipe, parse_recipe
+from zero2all.cli.main import app
+from zero2all.recipe import PRESETS, TokenizerRecipe, parse_recipe
 from zero2all.tokenizer import Tokenizer, sentencepiece_vocabulary, train_tokenizer
 from zero2all.tokenizer.backends import TRICKY_TEXTS
 from zero2all.tokenizer.manifest import TrainedTokenizer
 from zero2all.tokenizer.sentencepiece_model import MODEL_FILE
+from zero2all.tokenizer.vocabulary_check import vocabulary_mistakes, vocabulary_remark
 from zero2all.tokens import build_tokens
 
 OWN = ["<think>", "</think>", "[INST]", "<|工具|>"]
 TRAINERS = ("zero2all", "sentencepiece-bpe", "sentencepiece-unigram")
 
 
+Trained = dict[str, tuple[Tokenizer, TrainedTokenizer]]
+
+
 def recipe_of(trainer: str, special_tokens: list[str]) -> TokenizerRecipe:
-    return TokenizerRecipe.model_validate(
-        {
-            "vocab_size": 640,
-            "min_frequency": 1,
-            "trainer": trainer,
-            "special_tokens": special_tokens,
-        }
-    )
+    options = {"vocab_size": 640, "min_frequency": 1, "trainer": trainer, "special_tokens": special_tokens}
+    return TokenizerRecipe.model_validate(options)
 
 
 @pytest.fixture(scope="module")
-def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, TrainedTokenizer]]:
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     root = tmp_path_factory.mktemp("trained")
     found = {}
     for number, way in enumerate(TRAINERS):
@@ -45,9 +45,7 @@ def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.mark.parametrize("way", TRAINERS)
-def test_own_special_tokens_are_never_produced_from_text(
-    trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], way: str
-) -> None:
+def test_own_special_tokens_are_never_produced_from_text(trained: Trained, way: str) -> None:
     tokenizer, made = trained[way]
     assert {*OWN, "<|endoftext|>", "<|im_end|>"} <= set(tokenizer.special_ids)
     assert made.vocab_size == tokenizer.vocab_size == 640
@@ -67,17 +65,14 @@ def test_own_special_tokens_are_never_produced_from_text(
 
 
 @pytest.mark.parametrize("way", TRAINERS)
-def test_text_round_trips_and_transformers_agrees(
-    trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], way: str
-) -> None:
+def test_text_round_trips_and_transformers_agrees(trained: Trained, way: str) -> None:
     tokenizer, _ = trained[way]
     theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
     for text in (*TRICKY_TEXTS, "  the model reads 春眠不觉晓\n\n"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        if (
-            way != "sentencepiece-unigram" or "<" not in text
-        ):  # there their encoder takes the names in a text for special tokens
+        # Their encoder of unigram models takes the names in a text for special tokens.
+        if way != "sentencepiece-unigram" or "<" not in text:
             assert theirs(text, split_special_tokens=True)["input_ids"] == ids
     if way != "zero2all":
         package = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.directory / MODEL_FILE))
@@ -86,9 +81,7 @@ def test_text_round_trips_and_transformers_agrees(
             assert package.encode(text) == tokenizer.encode(text)
 
 
-def test_own_tokens_take_the_place_of_reserved_ones(
-    workspace: Path, trained: dict[str, tuple[Tokenizer, TrainedTokenizer]], tmp_path: Path
-) -> None:
+def test_own_tokens_take_the_place_of_reserved_ones(workspace: Path, trained: Trained, tmp_path: Path) -> None:
     plain = train_tokenizer(recipe_of("zero2all", []), workspace / "documents", tmp_path / "t")
     tokenizer, made = trained["zero2all"]
     assert made.learned == plain.learned
@@ -96,12 +89,8 @@ def test_own_tokens_take_the_place_of_reserved_ones(
 
 
 def test_sentencepiece_gives_the_same_bytes_twice_and_its_tokens_are_built(workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(
-        workspace,
-        "tokenizer.trainer=sentencepiece-unigram",
-        f"tokenizer.dir={tmp_path}/a",
-        f"tokens.dir={tmp_path}/tokens",
-    )
+    places = (f"tokenizer.dir={tmp_path}/a", f"tokens.dir={tmp_path}/tokens")
+    recipe = tiny_recipe(workspace, "tokenizer.trainer=sentencepiece-unigram", *places)
     for name in ("a", "b"):
         made = train_tokenizer(recipe.tokenizer, recipe.documents_dir, tmp_path / name)
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
@@ -123,15 +112,11 @@ def test_special_tokens_that_exist_or_do_not_fit_say_so(workspace: Path, tmp_pat
     for name in ("<|pad|>", "<|reserved_3|>", "<unk>"):
         with pytest.raises(UsageError, match="every vocabulary has"):
             train_tokenizer(recipe_of("zero2all", [name]), workspace / "documents", tmp_path / "t")
-    many = [f"<t{n}>" for n in range(400)]
-    with pytest.raises(UsageError, match="leaves no room"):
-        train_tokenizer(recipe_of("zero2all", many), workspace / "documents", tmp_path / "t")
-
-
-def test_sentencepiece_without_text_or_room_says_so(workspace: Path, tmp_path: Path) -> None:
-    many = [f"<t{n}>" for n in range(360)]
-    with pytest.raises(UsageError, match="sentencepiece cannot train this vocabulary: Vocabulary size"):
-        train_tokenizer(recipe_of("sentencepiece-bpe", many), workspace / "documents", tmp_path / "t")
+    too_small = "sentencepiece cannot train this vocabulary: Vocabulary size"
+    for trainer, count, said in (("zero2all", 400, "leaves no room"), ("sentencepiece-bpe", 360, too_small)):
+        many = [f"<t{n}>" for n in range(count)]
+        with pytest.raises(UsageError, match=said):
+            train_tokenizer(recipe_of(trainer, many), workspace / "documents", tmp_path / "t")
 
 
 def test_the_estimate_covers_the_published_memory_of_sentencepiece() -> None:
@@ -151,3 +136,36 @@ def test_the_package_gets_no_more_text_than_the_estimate_allows(
     learned = sentencepiece_vocabulary.train_sentencepiece(recipe, workspace / "documents", corpus, ("<|endoftext|>",))
     assert 0.2 * available < learned.trained_on_bytes < 0.8 * available
     assert "more would not fit into tokenizer.max_memory" in " ".join(capsys.readouterr().err.split())
+
+
+# --- the vocabulary of the model, as z2a recipe check compares it
+
+
+def test_a_preset_with_a_larger_vocabulary_than_the_tokenizer_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"out: {tmp_path}\nmodel: {{preset: z2all-1.1b}}\ntrain: {{steps: 1}}\n", encoding="utf-8")
+    checked = CliRunner().invoke(app, ["recipe", "check", str(path)])
+    assert checked.exit_code == 0, checked.output
+    size = PRESETS["z2all-1.1b"]["vocab_size"]
+    assert f"model.vocab_size is {size} (preset z2all-1.1b), but tokenizer.vocab_size is 8192" in checked.stdout
+    [remark] = json.loads(CliRunner().invoke(app, ["recipe", "check", str(path), "--json"]).stdout)["remarks"]
+    assert "56128 rows of the embedding and the head are never used" in remark
+    equal = CliRunner().invoke(app, ["recipe", "check", str(path), f"tokenizer.vocab_size={size}"])
+    assert "remark" not in equal.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "is_mistake", "is_remark"), [(448, True, False), (512, False, False), (576, False, True)]
+)
+def test_the_vocabulary_of_a_tokenizer_that_exists_counts(
+    workspace: Path, size: int, is_mistake: bool, is_remark: bool
+) -> None:
+    recipe = parse_recipe(
+        f"tokenizer: {{dir: {workspace}/tokenizer}}\nmodel: {{vocab_size: {size}}}\ntrain: {{steps: 1}}", []
+    )
+    found = [mistake.message for mistake in vocabulary_mistakes(recipe)]
+    assert bool(found) == is_mistake
+    assert (vocabulary_remark(recipe) is not None) == is_remark
+    if is_mistake:
+        assert found[0].startswith("model.vocab_size (448) is smaller than the vocabulary in ")
+        assert "(512): set model.vocab_size=512, or null" in found[0]

@@ -101,11 +101,9 @@ def conversation(said: str, name: str = "add") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("said", ["hello", "a <b> && \"c\" 'd' <tag/>", "春眠不觉晓\n\n", "", " <|almost|> "])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_chat_has_the_ids_of_transformers(
-    tokenizer: Tokenizer, said: str, tools: list[dict[str, Any]] | None
+    tokenizer: Tokenizer, transformers_tokenizer: Any, said: str, tools: list[dict[str, Any]] | None
 ) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
+    theirs = transformers_tokenizer
     for prompt in (False, True):
         expected = theirs.apply_chat_template(conversation(said), tools=tools, add_generation_prompt=prompt)
         assert tokenizer.render_chat(conversation(said), tools, add_generation_prompt=prompt) == expected["input_ids"]
@@ -155,13 +153,11 @@ def test_messages_that_do_not_fit_say_so(tokenizer: Tokenizer) -> None:
         bare.render_chat([{"role": "user", "content": "a"}])
 
 
-def test_what_the_documentation_says_of_plain_transformers(tokenizer: Tokenizer) -> None:
+def test_what_the_documentation_says_of_plain_transformers(tokenizer: Tokenizer, transformers_tokenizer: Any) -> None:
     """The danger is real, and the two ways around it work."""
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
+    theirs = transformers_tokenizer
     text = "a<|im_end|>b"
     assert tokenizer.special_ids["<|im_end|>"] in theirs(text)["input_ids"]
     assert theirs(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text)
-    theirs = AutoTokenizer.from_pretrained(tokenizer.directory, split_special_tokens=True)
+    theirs = type(theirs).from_pretrained(tokenizer.directory, split_special_tokens=True)
     assert theirs(text)["input_ids"] == tokenizer.encode(text)
