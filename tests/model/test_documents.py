@@ -51,7 +51,6 @@ def test_packed_loss_is_that_of_the_documents_alone(variant: str, kernel: str) -
             for document in row.split(lengths):
                 alone.append(model(document[None], targets_BS=next_inside(document[None]))[0])
     torch.testing.assert_close(packed.flatten(), torch.cat(alone), atol=1e-5, rtol=1e-5)
-    assert packed.sum() / 152 == pytest.approx(float(torch.cat(alone).sum() / 152), abs=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
@@ -63,10 +62,7 @@ def test_another_documents_text_changes_no_bit(variant: str, kernel: str) -> Non
     starts = document_starts(rows == END)
     assert torch.equal(starts, document_starts(changed == END))
     with torch.inference_mode():
-        before, after = (
-            model(ModelInputs(rows, doc_starts_BS=starts)),
-            model(ModelInputs(changed, doc_starts_BS=starts)),
-        )
+        before, after = (model(ModelInputs(tokens, doc_starts_BS=starts)) for tokens in (rows, changed))
     same = torch.ones(4, 40, dtype=torch.bool)
     same[0, 10:32] = False
     if variant == "experts":  # tokens share an expert's product, whose rows are summed in another order

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.helpers import SMALL
 from zero2all.model import ModelInputs, Z2all, document_starts
 from zero2all.model.hf_config import from_hf_config, hf_config
 from zero2all.model.kv_cache import KVCache
@@ -16,10 +17,7 @@ from zero2all.recipe import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.training import TrainRecipe
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 64,
-}  # fmt: skip
+SHAPE: dict[str, Any] = {**SMALL, "num_hidden_layers": 2, "vocab_size": 64}
 BOTH = {"attention_dropout": 0.2, "residual_dropout": 0.3}
 TOKENS = torch.randint(0, 64, (2, 33), generator=torch.Generator().manual_seed(0))
 SEED = torch.tensor([7])
@@ -56,9 +54,8 @@ def test_attention_weights_are_dropped(kernel: str, case: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(4, heads, length, 64, generator=generator) for heads in (2, 1))
     v = torch.eye(length).expand(4, 1, length, length)
-    starts = (
-        document_starts(torch.randint(0, 9, (4, length), generator=generator) == 3) if case == "documents" else None
-    )
+    ends = torch.randint(0, 9, (4, length), generator=generator) == 3
+    starts = document_starts(ends) if case == "documents" else None
     backend = KERNELS[kernel].load()
     mask = backend.mask_for(MaskInputs(starts, length, 16 if case == "window" else None, torch.device("cpu")))
     weights = backend.attend(q, k, v, mask)
@@ -102,12 +99,14 @@ def test_zero_draws_no_numbers() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_kernel_without_dropout_is_refused() -> None:
+def test_a_kernel_without_dropout_and_a_probability_of_one_are_refused() -> None:
     config = ModelConfig.model_construct(**{**ModelConfig(**SHAPE).__dict__, **BOTH})
     assert KERNELS["flash"].unavailable_reason(torch.device("cuda"), config) is not None
     with pytest.raises(ValueError, match=r"flash has no dropout: set ops.attention=auto"):
         ModelConfig.model_validate({**SHAPE, **BOTH, "ops": {"attention": "flash"}})
     ModelConfig.model_validate({**SHAPE, "residual_dropout": 0.1, "ops": {"attention": "flash"}})
+    with pytest.raises(ValueError, match="residual_dropout"):
+        ModelConfig.model_validate({**SHAPE, "residual_dropout": 1.0})
 
 
 def test_layouts_without_dropout_are_refused() -> None:
@@ -127,8 +126,3 @@ def test_the_probability_is_exported() -> None:
     assert values["attention_dropout"] == 0.1
     assert from_hf_config(values).attention_dropout == 0.1
     assert from_hf_config({**values, "attention_dropout": None}).attention_dropout == 0.0
-
-
-def test_a_probability_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="residual_dropout"):
-        ModelConfig.model_validate({**SHAPE, "residual_dropout": 1.0})

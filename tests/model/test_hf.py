@@ -93,16 +93,7 @@ def test_the_tied_head_of_glm_is_written_for_programs_that_do_not_tie_it(tmp_pat
 def test_import_of_what_transformers_wrote(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {
-        "vocab_size": 301,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": kind == "llama tied",
-    }
+    shape = {**SMALL, "vocab_size": 301, "intermediate_size": 96, "tie_word_embeddings": kind == "llama tied"}
     if kind.startswith("qwen3"):
         shape["head_dim"] = 32
     if kind == "qwen3_moe":
@@ -124,10 +115,9 @@ def test_import_of_what_transformers_wrote(kind: str, tmp_path: Path) -> None:
 
 def test_in_shards_it_is_the_same_and_bf16_survives(tmp_path: Path) -> None:
     model = make(**MOE).bfloat16().float()
-    (tmp_path / "one").mkdir()
-    (tmp_path / "many").mkdir()
-    export_hf(model, tmp_path / "one", dtype=torch.bfloat16)
-    export_hf(model, tmp_path / "many", dtype=torch.bfloat16, shard_bytes=100_000)
+    for name, options in (("one", {}), ("many", {"shard_bytes": 100_000})):
+        (tmp_path / name).mkdir()
+        export_hf(model, tmp_path / name, dtype=torch.bfloat16, **options)
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
     assert all((tmp_path / "many" / name).stat().st_size < 120_000 for name in files)
@@ -145,10 +135,7 @@ def test_what_no_standard_architecture_computes_is_refused_with_what_to_change()
         ({"qk_norm": True, "moe": {**EXPERTS, "n_shared_experts": 1}}, "sigmoid"),
         ({"qk_norm": True, "moe": {**EXPERTS, "load_balancing": "bias"}}, "sigmoid"),
         ({"qk_norm": True, "sliding_window": 8, "moe": GLM_EXPERTS}, "sliding_window"),
-        (
-            {"qk_norm": True, "moe": EXPERTS, "sliding_window": 8, "full_attention_interval": 2},
-            "full_attention_interval",
-        ),
+        ({**MOE, "sliding_window": 8, "full_attention_interval": 2}, "full_attention_interval"),
     ]:
         config = ModelConfig.model_validate({**SMALL, **changes})
         assert named in str(hf_incompatibility(config))

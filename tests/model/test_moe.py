@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.model.helpers import EXPERTS, make, some_tokens
 from zero2all.model.moe import MoE, balance_loss
 from zero2all.model.ops import choose_kernels
-from zero2all.recipe import ModelConfig, MoeConfig
+from zero2all.recipe import ModelConfig
 
 
 def mixture(**changes: object) -> MoE:
@@ -134,19 +134,9 @@ def test_the_bias_moves_towards_the_idle_and_is_saved() -> None:
     assert names == [f"layers.{n}.mlp.bias" for n in range(3)]
 
 
-def test_first_layers_may_be_dense() -> None:
-    model = make(moe={**EXPERTS, "first_k_dense_replace": 2})
-    assert [isinstance(block.mlp, MoE) for block in model.layers] == [False, False, True]
-
-
 def test_experts_are_filled_one_by_one_whatever_else_is_there() -> None:
     """So that a device that holds some of them gets what the full model has."""
     few = make(moe=EXPERTS).init_weights(5).layers[1].mlp.experts
     more = make(moe={**EXPERTS, "num_experts": 16}).init_weights(5).layers[1].mlp.experts
     assert torch.equal(few.up_proj, more.up_proj[:8])
     assert not torch.equal(few.up_proj[0], few.up_proj[1])
-
-
-def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts_per_tok"):
-        MoeConfig(num_experts=4, num_experts_per_tok=5, moe_intermediate_size=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.model.helpers import EXPERTS, SMALL, make, some_tokens
+from tests.model.helpers import make, some_tokens
 from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.recipe import ModelConfig
 
@@ -105,20 +105,6 @@ def test_a_window_hides_what_is_farther_back(kernel: str) -> None:
     assert seen == [10, 11, 12, 13]
 
 
-def test_layers_with_and_without_window() -> None:
-    config = ModelConfig.model_validate(
-        {**SMALL, "num_hidden_layers": 6, "sliding_window": 8, "full_attention_interval": 3}
-    )
-    assert [config.layer_window(layer) for layer in range(6)] == [8, 8, None, 8, 8, None]
-
-
-def test_options_that_contradict_each_other_are_refused() -> None:
-    for changes, named in [
-        ({"full_attention_interval": 2}, "sliding_window"),
-        ({"moe": {**EXPERTS, "first_k_dense_replace": 3}}, "first_k_dense_replace"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
-    ]:
-        with pytest.raises(ValueError, match=named):
-            ModelConfig.model_validate({**SMALL, **changes})
+def test_a_model_needs_a_vocabulary() -> None:
     with pytest.raises(ValueError, match="vocab_size is not set"):
         Z2all(ModelConfig())

@@ -10,13 +10,9 @@ A100, H100, V100 = (GPUS[name] for name in ("A100", "H100", "V100"))
 GOOD = {"preset": "z2all-1.1b"}
 
 
-def recipe(**model: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {**GOOD, **model},
-            "train": {"steps": 1, "seq_len": 2048, "batch_tokens": 8192},
-        }
-    )
+def recipe(seq_len: int = 2048, batch_tokens: int = 8192, **model: object) -> Recipe:
+    train = {"steps": 1, "seq_len": seq_len, "batch_tokens": batch_tokens}
+    return Recipe.model_validate({"model": {**GOOD, **model}, "train": train})
 
 
 def about(advice: list[Advice]) -> dict[str, int]:
@@ -61,20 +57,13 @@ def test_tiles_and_waves_by_hand() -> None:
 
 def test_one_tile_too_many_costs_a_wave_and_is_reported() -> None:
     """With 1,536 rows a width of 2,304 is 108 tiles, all of an A100; 2,368 is 120, which takes two rounds."""
-    one = Recipe.model_validate(
-        {
-            "model": {**GOOD, "intermediate_size": 2368},
-            "train": {"steps": 1, "seq_len": 1536, "batch_tokens": 1536},
-        }
-    )
-    advice = {one.field: one for one in advise_shapes(one, A100)}
-    found = advice["model.intermediate_size"]
+    advice = advise_shapes(recipe(1536, 1536, intermediate_size=2368), A100)
+    [found] = [one for one in advice if one.field == "model.intermediate_size"]
     assert found.better == 2304
     assert "100% of A100's 108 multiprocessors busy instead of" in found.why
 
 
 def test_too_small_a_micro_batch_leaves_multiprocessors_idle() -> None:
-    small = Recipe.model_validate({"model": GOOD, "train": {"steps": 1, "seq_len": 128, "batch_tokens": 256}})
-    advice = about(advise_shapes(small, H100))
+    advice = about(advise_shapes(recipe(128, 256), H100))
     assert advice["train.micro_batch_tokens"] > 1024
     assert advice["train.micro_batch_tokens"] % 128 == 0

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parallel.helpers import make_model, small_config
 from zero2all.model import ModelInputs
 from zero2all.model.cost.model_size import weight_dtype
 from zero2all.optim import adamw_bf16
 from zero2all.optim.adamw_bf16 import AdamWBF16, _signed, mix, noise_key, random_bits, round_nearest, round_stochastic
 from zero2all.optim.optimizer import build_optimizers, set_learning_rate
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
+from zero2all.parallel import ParallelModel
+from zero2all.recipe import MoeConfig, OptimizerRecipe
 
 Rounding = Literal["stochastic", "kahan"]
 ROUNDINGS: list[Rounding] = ["stochastic", "kahan"]
@@ -162,14 +163,8 @@ MOE = MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, 
 
 
 def small_model(recipe: OptimizerRecipe, float8: Literal["tensorwise"] | None = None, **changes: Any) -> ParallelModel:
-    shape = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
-    }  # fmt: skip
-    config = ModelConfig.model_validate({**shape, **changes})
-    mesh = ParallelMesh(ParallelDims(), torch.device("cpu"))
-    dtypes = {"dtype": torch.bfloat16, "weight_dtype": weight_dtype(recipe)}
-    return ParallelModel(config, ParallelRecipe(), mesh, seed=0, float8=float8, **dtypes)
+    config = small_config(hidden_size=64, intermediate_size=128, **changes)
+    return make_model({}, config, dtype=torch.bfloat16, weight_dtype=weight_dtype(recipe), float8=float8)
 
 
 def losses_of(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.parallel.helpers import full
 from tests.parallel.sharded_memory import dry_run
 from tests.state_bytes import state_bytes, tensor_bytes
 from zero2all.bench.rank_harness import run_ranks
@@ -96,10 +97,6 @@ ON_FOUR = {
     "kahan, EP 2 x FSDP 2": Case(KAHAN, {"ep": 2}, moe=True, **BF16),
     "kahan, TP 2 x PP 2": Case(KAHAN, {"tp": 2, "pp": 2}, **BF16),
 }
-
-
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def given_gradient(name: str, parameter: Tensor, step: int) -> Tensor:

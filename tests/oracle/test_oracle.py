@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.oracle.product import observe
+from tests.oracle.product import ObservedStep, observe
 from tests.oracle.reference import Models, TokenSequence, TransformersTokenizer, whole_conversations
 from tests.oracle.table import (
     DPO_VARIANTS,
@@ -36,6 +37,19 @@ PRETRAINING, SFT, _, KTO, *_ = OBJECTIVES
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("oracle") / "workspace")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(workspace: Workspace) -> TransformersTokenizer:
+    workspace.add(LLAMA)
+    return TransformersTokenizer(workspace, LLAMA.name)
+
+
+@pytest.fixture(scope="module")
+def sft_step(
+    workspace: Workspace, tokenizer: TransformersTokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> ObservedStep:
+    return observe(Cell(LLAMA, ONE_PROCESS, SFT).recipe(workspace, tmp_path_factory.mktemp("sft")))
 
 
 def assert_equal(workspace: Workspace, selected: list[Cell], out: Path) -> None:
@@ -95,25 +109,24 @@ def test_tokens_and_answers_are_those_of_transformers(
         assert ours.render_chat(messages[:-1], add_generation_prompt=True) == prompt
 
 
-def test_rows_hold_several_conversations_of_several_turns(workspace: Workspace, tmp_path: Path) -> None:
-    workspace.add(LLAMA)
-    tokenizer = TransformersTokenizer(workspace, LLAMA.name)
-    placed = whole_conversations(observe(Cell(LLAMA, ONE_PROCESS, SFT).recipe(workspace, tmp_path)), tokenizer)
+def test_rows_hold_several_conversations_of_several_turns(
+    workspace: Workspace, tokenizer: TransformersTokenizer, sft_step: ObservedStep
+) -> None:
+    placed = whole_conversations(sft_step, tokenizer)
     answers = [workspace.records.chats[one.sequence.example[1]] for one in placed]
     assert len(placed) > len({one.row for one in placed})
     assert {sum(message["role"] == "assistant" for message in messages) for messages in answers} == {1, 2, 3}
 
 
 def test_the_divergence_of_kto_is_that_of_prompts_with_answers_to_other_prompts(
-    workspace: Workspace, tmp_path: Path
+    workspace: Workspace, tokenizer: TransformersTokenizer, tmp_path: Path
 ) -> None:
     recipe = Cell(LLAMA, ONE_PROCESS, KTO).recipe(workspace, tmp_path)
-    workspace.add(LLAMA)
     step, models = observe(recipe), Models(workspace)
     models.trained.load(step.weights)
     plan = Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
     stage, mismatched, ratios = plan.stage_of(1), AnswerSources(recipe, plan).mismatched, []
-    known = {one.prompt: one for one in TransformersTokenizer(workspace, LLAMA.name).documents if any(one.targets)}
+    known = {one.prompt: one for one in tokenizer.documents if any(one.targets)}
     for source, number in stage.dataset.answer_documents(*stage.sample_range(1)):
         tokens, mask = mismatched[source].read(number)
         *ids, _ = tokens.tolist()  # without the end of the document
@@ -126,10 +139,11 @@ def test_the_divergence_of_kto_is_that_of_prompts_with_answers_to_other_prompts(
     assert step.metrics["kl"] > 0.01
 
 
-def test_the_oracle_sees_mistakes(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_oracle_sees_mistakes_and_the_table_has_a_line_for_each_template_and_layout(
+    workspace: Workspace, tokenizer: TransformersTokenizer, sft_step: ObservedStep, tmp_path: Path
+) -> None:
     """Attention across documents, another weight, a lost gradient, a target too many."""
-    workspace.add(LLAMA)
-    tokenizer, models = TransformersTokenizer(workspace, LLAMA.name), Models(workspace)
+    models = Models(workspace)
     cell = Cell(LLAMA, ONE_PROCESS, PRETRAINING)
     recipe = cell.recipe(workspace, tmp_path)
     unmasked = recipe.model_copy(update={"train": recipe.train.model_copy(update={"document_mask": False})})
@@ -137,9 +151,12 @@ def test_the_oracle_sees_mistakes(workspace: Workspace, tmp_path: Path) -> None:
     assert difference.logp > 1e-2
     assert difference.gradient > 1e-2
 
-    cell = Cell(LLAMA, ONE_PROCESS, SFT)
-    step = observe(cell.recipe(workspace, tmp_path / "sft"))
-    assert compare(cell, step, tokenizer, models).equal
+    cell, step = Cell(LLAMA, ONE_PROCESS, SFT), deepcopy(sft_step)
+    found = compare(cell, step, tokenizer, models)
+    assert found.equal
+    last = markdown([found]).splitlines()[-1]
+    assert last.startswith("| Llama 3 | one process | ")
+    assert last.endswith("| yes |")
     step.weights["norm.weight"] *= 1.01
     assert not compare(cell, step, tokenizer, models).equal
     step.weights["norm.weight"] /= 1.01
@@ -148,10 +165,3 @@ def test_the_oracle_sees_mistakes(workspace: Workspace, tmp_path: Path) -> None:
     step.gradients["norm.weight"] /= 1.01
     step.is_target[0, :] = True
     assert "other targets" in compare(cell, step, tokenizer, models).problem
-
-
-def test_the_table_has_a_line_for_each_template_and_layout(workspace: Workspace, tmp_path: Path) -> None:
-    [found] = measure(workspace, [Cell(LLAMA, ONE_PROCESS, SFT)], tmp_path)
-    last = markdown([found]).splitlines()[-1]
-    assert last.startswith("| Llama 3 | one process | ")
-    assert last.endswith("| yes |")

@@ -10,15 +10,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import computed_field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero2all.base.machine.devices import dtype_name
 from zero2all.base.torch_private import fsdp_param_groups, has_gradient, local_shape_and_offset_at, unsharded_numel
 from zero2all.bench.profile.memory_trace import fake_process_group
 from zero2all.model import Z2all
@@ -61,16 +59,16 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The layout of a model on ``world`` ranks."""
+    """The layout of a model on some ranks."""
 
-    world: int
-    mesh: dict[str, int]
-    """Size of each dimension."""
+    mesh: ParallelDims
     parameters: int
-    compute_dtype: str
-    memory_per_rank: RankMemory
-    """Of the rank with the most."""
     stages: list[StageSummary]
+
+    @property
+    def memory_per_rank(self) -> RankMemory:
+        """Of the rank with the most."""
+        return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
 
 
 def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryRun:
@@ -86,27 +84,15 @@ def dry_run(recipe: Recipe, world_size: int, device: torch.device = GPU) -> DryR
     with torch.device("meta"):
         total = sum(parameter.numel() for parameter in Z2all(config).parameters())
     stages = [_stage_summary(recipe, parallel_dims, stage, device) for stage in range(parallel_dims.pp)]
-    held = sum(stage.parameters for stage in stages)
-    if held != total:
-        raise AssertionError(f"the ranks hold {held} parameters, the model has {total}")
-    return DryRun(
-        world=world_size,
-        mesh={name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
-        parameters=total,
-        compute_dtype=dtype_name(planned_dtype(recipe, device)),
-        memory_per_rank=max((stage.memory for stage in stages), key=lambda memory: memory.total),
-        stages=stages,
-    )
+    assert sum(stage.parameters for stage in stages) == total
+    return DryRun(parallel_dims, total, stages)
 
 
 def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device) -> StageSummary:
     """Parallelize as the first rank of a stage, then count for all ranks of it."""
     has_group = parallel_dims.world_size > 1 or recipe.parallel.offload != "none"
-    with (
-        nullcontext()
-        if not has_group
-        else fake_process_group(stage * (parallel_dims.world_size // parallel_dims.pp), parallel_dims.world_size)
-    ):
+    first_rank = stage * (parallel_dims.world_size // parallel_dims.pp)
+    with fake_process_group(first_rank, parallel_dims.world_size) if has_group else nullcontext():
         mesh = ParallelMesh(parallel_dims, torch.device("cpu"), has_group=has_group)  # nothing is computed on it
         stored = weight_dtype(recipe.train.optimizer)
         local_model = parallelize(
@@ -118,11 +104,10 @@ def _stage_summary(recipe: Recipe, parallel_dims: ParallelDims, stage: int, devi
 def _summarize_stage(
     local_model: ModelShard, recipe: Recipe, parallel_dims: ParallelDims, stage: int, device: torch.device
 ) -> StageSummary:
-    names = {name: parameter for part in local_model.model_parts for name, parameter in part.named_parameters()}
     counts: dict[Any, list[int]] = {}  # parameters of one shape on one mesh are equal
     shards: dict[str, int] = {}  # elements on the rank with the most
     least = total = 0
-    for name, parameter in names.items():
+    for name, parameter in _named_parameters(local_model).items():
         if not isinstance(parameter, DTensor):
             on_ranks = [parameter.numel()]
         else:
@@ -135,15 +120,12 @@ def _summarize_stage(
                 for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
                 if placement.is_replicate()
             )
-            if sum(on_ranks) != parameter.numel() * copies:
-                raise AssertionError(f"the shards of {name} do not add up to it")
+            assert sum(on_ranks) == parameter.numel() * copies, name
         total += parameter.numel()
         least += min(on_ranks)
         shards[name] = max(on_ranks)
-    layers = sorted(int(name) for part in local_model.model_parts for name, _ in part.layers.named_children())
-    dtype = planned_dtype(recipe, device)
-    memory = rank_memory(local_model, shards, recipe, parallel_dims, dtype, device, stage)
-    return StageSummary(stage, layers, total, least, sum(shards.values()), memory)
+    memory = rank_memory(local_model, shards, recipe, parallel_dims, device, stage)
+    return StageSummary(stage, _layers(local_model), total, least, sum(shards.values()), memory)
 
 
 def _elements_by_rank(parameter: DTensor) -> list[int]:
@@ -183,13 +165,11 @@ class RankMemory:
     files: int = 0
     """Of the first three: what is in files of parallel.offload."""
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def total(self) -> int:
         """Of the device. Without the gradients between micro-batches, which are in the other fields."""
         others = ("gradients_between_micro_batches", "host", "files")
-        parts: list[int] = [getattr(self, f.name) for f in fields(self) if f.name not in others]
-        return sum(parts) - self.host - self.files
+        return sum(size for name, size in asdict(self).items() if name not in others) - self.host - self.files
 
 
 def rank_memory(
@@ -197,13 +177,13 @@ def rank_memory(
     shards: Mapping[str, int],
     recipe: Recipe,
     parallel_dims: ParallelDims,
-    dtype: torch.dtype,
     device: torch.device,
     pp_rank: int,
 ) -> RankMemory:
     """``shards`` are the elements that a rank holds of each parameter. The sum is more than the peak: activations and
     gradients are not at their largest at the same time."""
     optimizer, parameters = recipe.train.optimizer, _named_parameters(local_model)
+    dtype = planned_dtype(recipe, device)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}  # with LoRA the adapters
     held, gradients = (
         sum(parameters[name].dtype.itemsize * count for name, count in shards.items() if name in names)
@@ -249,7 +229,6 @@ def _micro_batch_bytes(
     kept = parallel.activation_budget if mode == "budget" else 1.0
     gathered_keys = parallel_dims.cp if parallel.cp_attention == "allgather" else 1
     shards = ActivationShards(parallel_dims.tp, parallel.sp, gathered_keys)
-    layers = [int(name) for part in local_model.model_parts for name, _ in part.layers.named_children()]
     has_head = any(isinstance(part.lm_head, LMHead) for part in local_model.model_parts)
     found = []
     for stage in recipe.train.resolved_stages():
@@ -264,7 +243,13 @@ def _micro_batch_bytes(
             dropout_score_bytes(recipe.model, stage.seq_len, device),
         )
         activations = kept * activation_bytes(
-            recipe.model, tokens, half=half, policy=policy, layers=layers, micro_batches=in_flight, shards=shards
+            recipe.model,
+            tokens,
+            half=half,
+            policy=policy,
+            layers=_layers(local_model),
+            micro_batches=in_flight,
+            shards=shards,
         )
         logits = loss_bytes(recipe.model, tokens, half=half, device=device, tp=parallel_dims.tp)
         found.append((round(activations), logits if has_head else 0))
@@ -311,6 +296,10 @@ def uses_gradient_accumulation(recipe: Recipe, parallel_dims: ParallelDims) -> b
     """Whether a rank has several micro-batches in a step of some stage."""
     stages = recipe.train.resolved_stages()
     return any(split_stage(stage, recipe.parallel, parallel_dims).micro_batches > 1 for stage in stages)
+
+
+def _layers(local_model: ModelShard) -> list[int]:
+    return sorted(int(name) for part in local_model.model_parts for name, _ in part.layers.named_children())
 
 
 def _named_parameters(local_model: ModelShard) -> dict[str, Tensor]:

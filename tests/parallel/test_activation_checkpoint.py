@@ -9,76 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero2all.model import ModelInputs, document_starts
+from tests.parallel.helpers import BIAS_MOE, MOE, SHAPE, Storages, build_model, gradients, step
 from zero2all.model.cost.flops import flops_per_token
 from zero2all.model.moe import MoE
-from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.recipe import ParallelRecipe
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "vocab_size": 64,
-}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 5.0}
 MODES = ("none", "selective", "full")
-
-
-def build_model(
-    mode: str, moe: dict[str, Any] | None, sizes: dict[str, Any] | None = None, **changes: Any
-) -> ParallelModel:
-    config = ModelConfig.model_validate({**SHAPE, "moe": moe, **changes})
-    recipe = ParallelRecipe.model_validate({"activation_checkpointing": mode, **(sizes or {})})
-    return ParallelModel(config, recipe, ParallelMesh.init_distributed(recipe, torch.device("cpu")), seed=0)
-
-
-def step(parallel_model: ParallelModel, masked: bool = True) -> Tensor:
-    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
-    first, last = parallel_model.mesh.sample_range(4)
-    inputs, targets = tokens[first:last, :-1], tokens[first:last, 1:]
-    starts = document_starts(inputs == 7) if masked else None
-    return parallel_model.forward_backward(ModelInputs(inputs, targets, doc_starts_BS=starts), divisor=128)
-
-
-def gradients(parallel_model: ParallelModel) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in parallel_model.model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-
-
-def loads(parallel_model: ParallelModel) -> list[list[float]]:
-    return [module.load.tolist() for module in parallel_model.model.modules() if isinstance(module, MoE)]
-
-
-class Storages(TorchDispatchMode):
-    """All memory that operations allocated, also what only the autograd graph holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # its local tensor is counted
-                storage = tensor.untyped_storage()
-                self.made[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    def alive(self, but: list[Tensor]) -> int:
-        """Bytes that are still allocated."""
-        gc.collect()
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in but]
-        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in local}
-        return sum(size for storage, size in self.made.items() if storage not in known and not storage.expired())
+DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.3}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -87,44 +28,32 @@ def test_nothing_of_the_graph_survives_backward(mode: str, changes: dict[str, An
     parallel_model = build_model(mode, MOE, **changes)
     with Storages() as storages:
         step(parallel_model)
-    kept = [*parallel_model.model.parameters(), *parallel_model.model.buffers()]
-    kept += [parameter.grad for parameter in parallel_model.model.parameters() if parameter.grad is not None]
-    assert storages.alive(but=kept) == 0
-
-
-@pytest.mark.parametrize("moe", [None, MOE, {**MOE, "load_balancing": "bias"}], ids=["dense", "aux", "bias"])
-def test_checkpointing_changes_no_loss_no_gradient_and_no_load(moe: dict[str, Any] | None) -> None:
-    found = {}
-    for mode in MODES:
-        parallel_model = build_model(mode, moe)
-        found[mode] = [
-            step(parallel_model),
-            *gradients(parallel_model).values(),
-            *map(torch.tensor, loads(parallel_model)),
-        ]
-    for mode in MODES[1:]:
-        for one, other in zip(found[mode], found["none"], strict=True):
-            torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-6)
-    if moe is not None:
-        assert all(load.sum() == 128 * 2 for load in found["none"][-3:]), "two experts for each token, counted once"
-
-
-DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.3}
+    assert storages.alive(parallel_model.model) == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "moe"), [({}, None), (DROPOUT, None), (DROPOUT, MOE)], ids=["plain", "dropout", "experts"]
+    ("changes", "moe"),
+    [({}, None), ({}, MOE), ({}, BIAS_MOE), (DROPOUT, None), (DROPOUT, MOE)],
+    ids=["plain", "aux", "bias", "dropout", "dropout, aux"],
 )
-@pytest.mark.parametrize(("mode", "every"), [("selective", 1), ("full", 1), ("full", 2), ("full", 3), ("full", 8)])
-def test_groups_of_blocks_give_the_same_bits(
-    mode: str, every: int, changes: dict[str, Any], moe: dict[str, Any] | None
+def test_checkpointing_changes_no_bit_of_losses_gradients_and_loads(
+    changes: dict[str, Any], moe: dict[str, Any] | None
 ) -> None:
-    found = []
-    for sizes in ({"activation_checkpointing_every": every}, {"activation_checkpointing": "none"}):
-        parallel_model = build_model(mode, moe, sizes, **changes)
-        found.append({"loss": step(parallel_model, masked=not changes), **gradients(parallel_model)})
-    for name, value in found[1].items():
-        assert torch.equal(found[0][name], value), name
+    """Also in groups of blocks."""
+
+    def found(mode: str, every: int = 1) -> dict[str, Tensor]:
+        model = build_model(mode, moe, {"activation_checkpointing_every": every}, **changes)
+        values = {"loss": step(model, masked=not changes), **gradients(model)}
+        loads = [module.load for module in model.model.modules() if isinstance(module, MoE)]
+        return {**values, **{f"load {number}": load for number, load in enumerate(loads)}}
+
+    expected = found("none")
+    for mode, every in (("selective", 1), ("full", 1), ("full", 2), ("full", 3), ("full", 8)):
+        values = found(mode, every)
+        assert values.keys() == expected.keys()
+        assert [name for name in values if not torch.equal(values[name], expected[name])] == [], (mode, every)
+    if moe is not None:
+        assert all(expected[f"load {n}"].sum() == 128 * 2 for n in range(3)), "two experts for each token, counted once"
 
 
 def inputs_of_blocks(every: int, layers: int) -> tuple[list[int], list[int]]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_activation_checkpoint import MOE, Storages, build_model, gradients, step
+from tests.parallel.helpers import MOE, WIDE, Storages, build_model, estimated_bytes, forward, gradients, step
 from tests.ranks import on_ranks
 from zero2all.base.errors import RecipeError
-from zero2all.model.cost.activations import ActivationPolicy, activation_bytes
-from zero2all.parallel import ParallelModel, activation_checkpoint, activation_offload
+from zero2all.model.cost.activations import ActivationPolicy
+from zero2all.parallel import activation_checkpoint, activation_offload
 from zero2all.parallel.activation_offload import BlockingCopies
-from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
+from zero2all.recipe import ParallelRecipe, parse_recipe
 
 ON = {"activation_offload": True}
 DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.3}
@@ -83,31 +83,15 @@ def test_offload_gives_the_same_bits(
         assert torch.equal(found[1][name], value), name
 
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "max_position_embeddings": 64, "ops": {"cross_entropy": "reference"},
-}  # fmt: skip
-TOKENS = 256
-
-
-def forward(model: ParallelModel) -> tuple[Tensor, int]:
-    """The losses, and the bytes that are alive after the forward pass, of host and device."""
-    batch = torch.randint(0, 512, (TOKENS // 64, 65), generator=torch.Generator().manual_seed(0))
-    with Storages() as storages:
-        losses = model.model(batch[:, :-1].contiguous(), targets_BS=batch[:, 1:].contiguous())
-    return losses, storages.alive(but=[*model.model.parameters(), *model.model.buffers()])
-
-
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_only_the_last_block_stays_on_the_device(copies: CountedCopies, mode: Any) -> None:
     def estimate(layers: int, offload: bool) -> int:
-        config = ModelConfig.model_validate({**SHAPE, "num_hidden_layers": layers})
-        return activation_bytes(config, TOKENS, half=False, policy=ActivationPolicy(mode, offload=offload))
+        return estimated_bytes(layers, ActivationPolicy(mode, offload=offload))
 
     device, host = {}, {}
     for layers in (5, 3):
         before = copies.bytes
-        model = build_model(mode, None, ON, **SHAPE, num_hidden_layers=layers)
+        model = build_model(mode, None, ON, **WIDE, num_hidden_layers=layers)
         losses, alive = forward(model)
         host[layers] = copies.bytes - before
         device[layers] = alive - host[layers]
@@ -150,9 +134,7 @@ def test_nothing_survives_backward_and_evaluation_offloads_nothing(copies: Count
         step(model)
     hosts = [StorageWeakRef(host.untyped_storage()) for host in copies.hosts]
     copies.hosts.clear()
-    kept = [*model.model.parameters(), *model.model.buffers()]
-    kept += [parameter.grad for parameter in model.model.parameters() if parameter.grad is not None]
-    assert storages.alive(but=kept) == 0
+    assert storages.alive(model.model) == 0
     assert all(host.expired() for host in hosts)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     model.eval_losses(tokens, tokens)

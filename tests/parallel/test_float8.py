@@ -8,36 +8,26 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from tests.parallel.helpers import CPU, gradients, make_model, small_config
 from tests.ranks import on_ranks
 from zero2all.base.errors import RecipeError, UsageError
 from zero2all.model import ModelInputs
 from zero2all.model.moe import MoE
-from zero2all.parallel import ParallelMesh, ParallelModel
+from zero2all.parallel import ParallelModel
 from zero2all.parallel.float8 import check_float8
-from zero2all.parallel.mesh import shard_range
-from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
+from zero2all.recipe import parse_recipe
 from zero2all.recipe.training import Float8Scaling
 
 pytest.importorskip("torchao", reason="torchao is not installed (extra quant)")
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 320,
-}
+CUDA = torch.device("cuda")
 SAMPLES, LENGTH = 4, 62  # 62 tokens a sample: the products are padded
 
 
 def build(float8: Float8Scaling | None, dtype: torch.dtype = torch.float32, **changes: object) -> ParallelModel:
-    config, recipe = ModelConfig.model_validate({**SHAPE, **changes}), ParallelRecipe()
-    return ParallelModel(config, recipe, ParallelMesh.init_distributed(recipe, CPU), seed=0, dtype=dtype, float8=float8)
+    config = small_config(hidden_size=64, intermediate_size=128, max_position_embeddings=64, vocab_size=320, **changes)
+    return make_model({}, config, dtype=dtype, float8=float8)
 
 
 def train(float8: Float8Scaling | None, dtype: torch.dtype, steps: int) -> tuple[list[float], Tensor]:
@@ -45,23 +35,18 @@ def train(float8: Float8Scaling | None, dtype: torch.dtype, steps: int) -> tuple
     model = build(float8, dtype)
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
     tokens = torch.randint(320, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    first, last = shard_range(SAMPLES, model.mesh.dp_rank, model.mesh.dims.dp)
+    first, last = model.mesh.sample_range(SAMPLES)
     losses, gradient = [], torch.empty(0)
     for _ in range(steps):
         found = model.forward_backward(
             ModelInputs(tokens[first:last, :-1], tokens[first:last, 1:]), divisor=SAMPLES * LENGTH
         )
         if not losses:
-            grads = [parameter.grad for parameter in model.model.parameters()]
-            gradient = torch.cat([full(grad).flatten() for grad in grads if grad is not None])
+            gradient = torch.cat([grad.flatten() for grad in gradients(model).values()])
         losses.append(model.all_reduce_sum(found.sum()).item() / (SAMPLES * LENGTH))
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradient
-
-
-def full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.sharded_memory import dry_run
+from tests.parallel.helpers import BIAS_MOE, CPU, gradients, make_model, small_config
+from tests.parallel.sharded_memory import RankMemory, dry_run
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import ModelInputs
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
+from zero2all.parallel import ParallelDims, ParallelModel
 from zero2all.parallel.gradient_sync import fsdp_param_groups
-from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe, Recipe
+from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe
 
 RANKS, MICROS, LENGTH, VOCAB = 4, 4, 16, 128
 
@@ -51,31 +52,21 @@ def tensors(parallel_model: ParallelModel) -> Iterator[Tensor]:
 
 
 def groups(parallel_model: ParallelModel) -> list[Any]:
-    roots = (
-        parallel_model._parts.pipeline.stages
-        if parallel_model._parts.pipeline is not None
-        else parallel_model.model_parts
-    )
+    pipeline = parallel_model._parts.pipeline
+    roots = parallel_model.model_parts if pipeline is None else pipeline.stages
     return [group for root in roots for group in fsdp_param_groups(root)]
 
 
 def config(moe: bool) -> ModelConfig:
-    return ModelConfig(
-        hidden_size=32, intermediate_size=64,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=LENGTH, vocab_size=VOCAB,
-        moe=MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        load_balancing="bias") if moe else None,
-    )  # fmt: skip
+    experts = {**BIAS_MOE, "moe_intermediate_size": 32} if moe else None
+    return small_config(num_hidden_layers=4, num_key_value_heads=4, vocab_size=VOCAB, moe=experts)
 
 
 def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[str, Tensor]) -> Held:
     from torch.distributed.pipelining import PipelineStage
 
-    recipe = ParallelRecipe(**sizes)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
-    samples = MICROS * mesh.dims.dp
-    parallel_model = ParallelModel(config(moe), recipe, mesh, seed=3, dtype=dtype)
+    parallel_model = make_model(sizes, config(moe), seed=3, dtype=dtype)
+    samples = MICROS * parallel_model.mesh.dims.dp
     unsharded = sum(parameter._orig_size.numel() for group in groups(parallel_model) for parameter in group.fsdp_params)
     between: list[float] = []
     dtypes: set[torch.dtype] = set()
@@ -113,14 +104,12 @@ def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[s
         patch.setattr(dist, name, counted(name))
     hook = parallel_model.model.register_forward_pre_hook(note)
     tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    first, last = mesh.sample_range(samples)
-    own = tokens[first:last]
+    own = tokens[slice(*parallel_model.mesh.sample_range(samples))]
     parallel_model.forward_backward(ModelInputs(own[:, :-1], own[:, 1:]), divisor=samples * LENGTH, micro_batch_size=1)
     patch.undo()
     hook.remove()
     off = max(
-        float((p.grad.full_tensor() - one[name]).norm() / one[name].norm())
-        for name, p in parallel_model.model.named_parameters()
+        float((gradient - one[name]).norm() / one[name].norm()) for name, gradient in gradients(parallel_model).items()
     )
     number = sum(group.mesh_info.shard_mesh_size > 1 or sizes.get("dp_shard") == 1 for group in groups(parallel_model))
     most = round(max(between) * unsharded)
@@ -128,16 +117,10 @@ def accumulate(sizes: dict[str, Any], moe: bool, dtype: torch.dtype, one: dict[s
 
 
 def alone(samples: int, moe: bool) -> dict[str, Tensor]:
-    parallel_model = ParallelModel(
-        config(moe), ParallelRecipe(), ParallelMesh(ParallelDims(), torch.device("cpu")), seed=3
-    )
+    parallel_model = make_model({}, config(moe), seed=3)
     tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     parallel_model.forward_backward(ModelInputs(tokens[:, :-1], tokens[:, 1:]), divisor=samples * LENGTH)
-    return {
-        name: parameter.grad
-        for name, parameter in parallel_model.model.named_parameters()
-        if parameter.grad is not None
-    }
+    return gradients(parallel_model)
 
 
 ZERO = {"every": 3, "last": 1}  # the stage that reduces gradients with every micro-batch, or with the last
@@ -152,30 +135,25 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 }
 
 
-def stated(name: str, mode: str) -> list[int]:
-    """Bytes between micro-batches by the count on the sharded model, for the ranks of each pipeline rank."""
-    sizes, moe, _ = CASES[name]
-    batch = MICROS * shape_of(sizes).dp * LENGTH
-    train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": "fp32"}
-    parallel = {**sizes, "zero": ZERO[mode]}
-    model = config(moe).model_dump()
-    recipe = Recipe.model_validate({"model": {**model, "vocab_size": None}, "train": train, "parallel": parallel})
+def shape_of(sizes: dict[str, Any], ranks: int = RANKS) -> ParallelDims:
+    return ParallelDims.from_recipe(ParallelRecipe(**sizes), ranks)
+
+
+def stated(sizes: dict[str, Any], moe: bool = False, ranks: int = RANKS, precision: str = "fp32") -> list[RankMemory]:
+    """As the count on the sharded model states, for each pipeline rank."""
+    batch = MICROS * shape_of(sizes, ranks).dp * LENGTH
+    train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": precision}
+    model = {**config(moe).model_dump(), "vocab_size": None}
+    recipe = Recipe.model_validate({"model": model, "train": train, "parallel": sizes})
     recipe = recipe.model_copy(update={"model": config(moe)})  # with a vocabulary smaller than any tokenizer's
-    stages = dry_run(recipe, RANKS, torch.device("cpu")).stages
-    return [stage.memory.gradients_between_micro_batches for stage in stages]
-
-
-def shape_of(sizes: dict[str, Any]) -> ParallelDims:
-    return ParallelDims.from_recipe(ParallelRecipe(**sizes), RANKS)
+    return [stage.memory for stage in dry_run(recipe, ranks, CPU).stages]
 
 
 def buffers_sent() -> int:
     """How often DDP broadcasts buffers in two steps of two micro-batches."""
-    recipe = ParallelRecipe(dp_replicate=RANKS, dp_shard=1)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
+    parallel_model = make_model({"dp_replicate": RANKS, "dp_shard": 1}, config(moe=True), seed=3)
     sent: list[None] = []
     patch = pytest.MonkeyPatch()
-    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
     original = DistributedDataParallel._sync_buffers  # type: ignore[attr-defined]
     patch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: (sent.append(None), original(ddp)))
     tokens = torch.randint(0, VOCAB, (2, LENGTH + 1))
@@ -188,9 +166,7 @@ def buffers_sent() -> int:
 def gathered_ahead() -> dict[str, list[bool]]:
     """With experts on their ranks: whether a block finds the next one being gathered, in forward and in backward; and
     whether the embedding is gathered in backward."""
-    recipe = ParallelRecipe(ep=2)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
-    parallel_model = ParallelModel(config(moe=True), recipe, mesh, seed=3)
+    parallel_model = make_model({"ep": 2}, config(moe=True), seed=3)
     seen: dict[str, list[bool]] = {"forward": [], "backward": [], "embedding": []}
 
     def note(where: str, module: torch.nn.Module) -> Callable[..., None]:
@@ -228,7 +204,11 @@ def everything(
 @pytest.mark.slow
 def test_between_micro_batches_a_rank_holds_the_gradient_of_its_shards_only() -> None:
     references = {(MICROS * dp, moe): alone(MICROS * dp, moe) for dp in (2, 4) for moe in (False, True)}
-    shown = {(name, mode): stated(name, mode) for name, (_, _, modes) in CASES.items() for mode in modes}
+    shown = {
+        (name, mode): stated({**sizes, "zero": ZERO[mode]}, moe)
+        for name, (sizes, moe, modes) in CASES.items()
+        for mode in modes
+    }
     for rank, (found, broadcasts, ahead) in enumerate(run_ranks(RANKS, everything, references, seconds=240)):
         assert ahead == {"forward": [True] * 6, "backward": [True] * 6, "embedding": [False] * 2}
         assert broadcasts == 0, "buffers are the same on every rank: each fills or computes its own"
@@ -236,8 +216,8 @@ def test_between_micro_batches_a_rank_holds_the_gradient_of_its_shards_only() ->
             sizes, where = shape_of(CASES[name][0]), f"{name}, {mode}, rank {rank}: {held}"
             assert len(held.between) >= MICROS - 1, where
             assert held.dtypes == {torch.float32}, where
-            between = shown[name, "every" if mode == "bf16" else mode][rank * sizes.pp // RANKS]
-            assert held.most == pytest.approx(between, rel=0.05), where
+            memory = shown[name, "every" if mode == "bf16" else mode][rank * sizes.pp // RANKS]
+            assert held.most == pytest.approx(memory.gradients_between_micro_batches, rel=0.05), where
             assert held.off < (2e-2 if mode == "bf16" else 1e-5), where
             if sizes.ep == 1:  # else experts are on one rank alone anyway
                 unsharded = 4.0 if mode == "last" else 4 / sizes.dp_shard

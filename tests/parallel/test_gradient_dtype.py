@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, alone, config, tensors
+from tests.parallel.helpers import gradients, make_model
+from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, alone, config, shape_of, tensors
 from tests.ranks import on_ranks
 from zero2all.model import ModelInputs
 from zero2all.optim.optimizer import build_optimizers, set_learning_rate
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
-from zero2all.recipe import OptimizerRecipe, ParallelRecipe
+from zero2all.recipe import OptimizerRecipe
 
 RANKS, STEPS = 4, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,10 +44,8 @@ class Reduced:
 
 
 def reduce(sizes: dict[str, Any], dtype: str, one: dict[str, Tensor]) -> Reduced:
-    recipe = ParallelRecipe(**sizes, gradient_dtype=dtype)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
-    model = ParallelModel(config(moe=False), recipe, mesh, seed=3)
-    samples, sent, held = MICROS * mesh.dims.dp, [0], set[torch.dtype]()
+    model = make_model({**sizes, "gradient_dtype": dtype}, config(moe=False), seed=3)
+    samples, sent, held = MICROS * model.mesh.dims.dp, [0], set[torch.dtype]()
 
     def counted(name: str, argument: str) -> Callable[..., Any]:
         original = getattr(dist, name)
@@ -61,7 +59,7 @@ def reduce(sizes: dict[str, Any], dtype: str, one: dict[str, Tensor]) -> Reduced
 
     hook = model.model.register_forward_pre_hook(lambda *_: held.update(tensor.dtype for tensor in tensors(model)))
     tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    own = tokens[slice(*mesh.sample_range(samples))]
+    own = tokens[slice(*model.mesh.sample_range(samples))]
     options = OptimizerRecipe(name="sgd", lr=0.5)
     optimizers = build_optimizers(model.model, options, model.param_groups, 1.0, model.ddp_group)
     set_learning_rate(optimizers, options, 1.0)
@@ -76,7 +74,7 @@ def reduce(sizes: dict[str, Any], dtype: str, one: dict[str, Tensor]) -> Reduced
             )
         if step == 0:
             off = max(
-                float((full(p) - one[name]).norm() / one[name].norm()) for name, p in model.model.named_parameters()
+                float((gradient - one[name]).norm() / one[name].norm()) for name, gradient in gradients(model).items()
             )
         for optimizer in optimizers:
             optimizer.step()
@@ -86,14 +84,9 @@ def reduce(sizes: dict[str, Any], dtype: str, one: dict[str, Tensor]) -> Reduced
     return Reduced(sent[0], held, off, losses, [to_local(p.detach()) for p in model.model.parameters()])
 
 
-def full(parameter: Tensor) -> Tensor:
-    gradient: Any = parameter.grad
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
 def every_layout(references: dict[int, dict[str, Tensor]]) -> dict[tuple[str, str], Reduced]:
     return {
-        (name, dtype): reduce(sizes, dtype, references[ParallelDims.from_recipe(ParallelRecipe(**sizes), RANKS).dp])
+        (name, dtype): reduce(sizes, dtype, references[shape_of(sizes).dp])
         for name, sizes in LAYOUTS.items()
         for dtype in ("fp32", "bf16")
     }

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.parallel.helpers import make_model
 from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config
 from tests.ranks import on_ranks
 from zero2all.model import ModelInputs
 from zero2all.model.z2all import Z2all
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
-from zero2all.recipe import ParallelRecipe
 
 pytestmark = pytest.mark.slow
 RANKS, STEPS, LR = 2, 3, 0.5
@@ -46,10 +45,8 @@ def descend(model: nn.Module) -> None:
 
 def ours(sizes: dict[str, Any]) -> tuple[Weights, Weights]:
     """Before training and after; parts of this rank."""
-    recipe = ParallelRecipe(**sizes)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, RANKS), torch.device("cpu"))
-    model = ParallelModel(config(moe=False), recipe, mesh, seed=3)
-    own, begin = samples_of(mesh.rank), weights_of(model.model)
+    model = make_model(sizes, config(moe=False), seed=3)
+    own, begin = samples_of(model.mesh.rank), weights_of(model.model)
     for _ in range(STEPS):
         model.forward_backward(
             ModelInputs(own[:, :-1], own[:, 1:]), divisor=MICROS * RANKS * LENGTH, micro_batch_size=1

@@ -16,33 +16,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.parallel.helpers import make_model, small_config
 from tests.ranks import on_ranks
 from zero2all.model import ModelInputs
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.parallel import ParallelModel
 
-CONFIG = ModelConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=16,
-    vocab_size=64,
-)
+CONFIG = small_config(num_hidden_layers=4)
 # Groups of an optimizer list parameters by number, and pipeline ranks have different ones: names instead.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 LAYOUTS = [{}, {"tp": 2, "pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "zbv"}, {"dp_replicate": 2, "cp": 2}]
 
 
-def begin(sizes: dict[str, Any], world: int, seed: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    recipe = ParallelRecipe(**sizes)
-    parallel_model = ParallelModel(
-        CONFIG, recipe, ParallelMesh(ParallelDims.from_recipe(recipe, world), torch.device("cpu")), seed=seed
-    )
-    return parallel_model, torch.optim.AdamW(
-        parallel_model.param_groups(parallel_model.model.parameters()), lr=1e-2, fused=True
-    )
+def begin(sizes: dict[str, Any], seed: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    parallel_model = make_model(sizes, CONFIG, seed)
+    groups = parallel_model.param_groups(parallel_model.model.parameters())
+    return parallel_model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
 def step(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
@@ -73,9 +61,8 @@ def train_in_every_layout(directory: Path) -> list[list[float]]:
     """Two steps in each layout, from where the one before stopped; after the last, all is saved once more."""
     found = []
     for number, sizes in enumerate(LAYOUTS):
-        parallel_model, optimizer = begin(
-            sizes, 4, seed=number
-        )  # another seed: what counts must come from the checkpoint
+        # Each has another seed: what counts must come from the checkpoint.
+        parallel_model, optimizer = begin(sizes, seed=number)
         if number:
             load(parallel_model, optimizer, directory / str(number - 1), alone=False)
         found.append([step(parallel_model, optimizer, 2 * number + turn) for turn in range(2)])
@@ -89,9 +76,9 @@ def test_a_run_passed_from_layout_to_layout_equals_one_process(tmp_path: Path) -
     by_rank = on_ranks(4, train_in_every_layout, tmp_path)
     assert all(rank == by_rank[0] for rank in by_rank)
     found = [loss for pair in by_rank[0] for loss in pair]
-    parallel_model, optimizer = begin({}, 1, seed=0)
+    parallel_model, optimizer = begin({}, seed=0)
     expected = [step(parallel_model, optimizer, number) for number in range(2 * len(LAYOUTS))]
     assert found == pytest.approx(expected, abs=5e-6)
-    one, its_optimizer = begin({}, 1, seed=99)
+    one, its_optimizer = begin({}, seed=99)
     load(one, its_optimizer, tmp_path / str(len(LAYOUTS) - 1), alone=True)
     assert step(one, its_optimizer, 100) == pytest.approx(step(parallel_model, optimizer, 100), abs=5e-6)

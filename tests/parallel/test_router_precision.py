@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from tests.parallel.helpers import full, make_model, small_config
 from tests.ranks import on_ranks
 from zero2all.model import ModelInputs, Z2all
 from zero2all.model.moe import Router
-from zero2all.parallel import ParallelMesh, ParallelModel
-from zero2all.parallel.mesh import shard_range
-from zero2all.recipe import ModelConfig, ParallelRecipe
 
-CONFIG = ModelConfig.model_validate(
-    {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "vocab_size": 320,
-        "mtp_weight": 0.3,
-        "moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "load_balancing": "bias"},
-    }
-)
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "load_balancing": "bias"}
+CONFIG = small_config(vocab_size=320, mtp_weight=0.3, moe=EXPERTS)
 SAMPLES, LENGTH = 4, 32
 
 
@@ -42,9 +28,7 @@ class Seen(NamedTuple):
 
 
 def route(checkpointing: str) -> list[Seen]:
-    recipe = ParallelRecipe.model_validate({"activation_checkpointing": checkpointing})
-    mesh = ParallelMesh.init_distributed(recipe, torch.device("cpu"))
-    model = ParallelModel(CONFIG, recipe, mesh, seed=0, dtype=torch.bfloat16)
+    model = make_model({"activation_checkpointing": checkpointing}, CONFIG, dtype=torch.bfloat16)
     routers = [part for part in model.model.modules() if isinstance(part, Router)]
     seen: dict[nn.Module, list[Tensor]] = {router: [] for router in routers}
 
@@ -57,9 +41,9 @@ def route(checkpointing: str) -> list[Seen]:
     for router in routers:
         router.register_forward_hook(record)
     tokens = torch.randint(320, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    first, last = shard_range(SAMPLES, mesh.dp_rank, mesh.dims.dp)
+    first, last = model.mesh.sample_range(SAMPLES)
     model.forward_backward(ModelInputs(tokens[first:last, :-1], tokens[first:last, 1:]), divisor=SAMPLES * LENGTH)
-    gradients = [cast(DTensor, router.weight.grad).full_tensor() for router in routers]
+    gradients = [full(router.weight.grad) for router in routers]
     return [Seen(*seen[router], gradient) for router, gradient in zip(routers, gradients, strict=True)]
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.parallel.sharded_memory import RankMemory, dry_run
-from zero2all.base.errors import UsageError
-from zero2all.base.records import to_json
 from zero2all.cli.main import app
+from zero2all.parallel import ParallelDims
 from zero2all.recipe import load_recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -24,28 +22,23 @@ train: {steps: 1, seq_len: 64, batch_tokens: 1024}
 """
 
 
+MOE = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 32, load_balancing: bias}"
+
+
 @pytest.mark.parametrize(
-    ("override", "world"),
+    ("overrides", "world"),
     [
-        ("parallel={}", 1),
-        ("parallel={}", 3),  # 3 does not divide the rows
-        ("parallel={dp_replicate: 2, tp: 2}", 16),
-        ("parallel={tp: 2, pp: 2, schedule: zbv, cp: 2}", 16),
+        (["parallel={}"], 1),
+        (["parallel={}"], 3),  # 3 does not divide the rows
+        (["parallel={dp_replicate: 2, tp: 2}"], 16),
+        (["parallel={tp: 2, pp: 2, schedule: zbv, cp: 2}"], 16),
+        (["parallel={ep: 4, pp: 2}", MOE], 16),
     ],
 )
-def test_shards_add_up(override: str, world: int) -> None:
-    shown = dry_run(parse_recipe(SMALL, [override]), world)
-    assert sum(stage.parameters for stage in shown.stages) == shown.parameters
-    mesh = shown.mesh
-    held = sum(stage.most for stage in shown.stages) * (world // mesh["pp"])
-    assert held >= shown.parameters * mesh["dp_replicate"]
-
-
-def test_experts_add_up() -> None:
-    moe = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 32, load_balancing: bias}"
-    shown = dry_run(parse_recipe(SMALL, [moe, "parallel={ep: 4, pp: 2}"]), 16)
-    assert shown.mesh["ep"] == 4
-    assert sum(stage.parameters for stage in shown.stages) == shown.parameters
+def test_shards_add_up(overrides: list[str], world: int) -> None:
+    shown = dry_run(parse_recipe(SMALL, overrides), world)
+    held = sum(stage.most for stage in shown.stages) * (world // shown.mesh.pp)
+    assert held >= shown.parameters * shown.mesh.dp_replicate
 
 
 def memory(*overrides: str, world: int = 4) -> RankMemory:
@@ -59,9 +52,6 @@ def test_the_gradient_that_accumulation_holds_is_counted() -> None:
     assert every.parameters == every.gradients == total  # 4 bytes over 4 ranks
     assert every.optimizer == 2 * total
     assert every.gradients_between_micro_batches == total
-    between = "gradients_between_micro_batches"
-    parts = [size for name, size in asdict(every).items() if name != between]  # which are in the others
-    assert to_json(every) == {**asdict(every), "total": sum(parts)}
     assert memory(micro, last).unsharded_gradients == every.unsharded_gradients + 4 * total
     assert memory(micro, last).gradients_between_micro_batches == 4 * total
     assert memory(last).gradients_between_micro_batches == 0, "one micro-batch: nothing to accumulate"
@@ -98,11 +88,6 @@ def test_gathered_weights_are_counted_where_they_are_kept() -> None:
     assert memory("train.optimizer.name=lion").optimizer * 2 == memory().optimizer
 
 
-def test_a_layout_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(UsageError, match="there are 12"):
-        dry_run(parse_recipe(SMALL, ["parallel={tp: 8}", "model.num_key_value_heads=8"]), 12)
-
-
 def test_the_plan_lists_the_layers_and_shards_of_every_pipeline_rank(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(SMALL)
     layout, world = "parallel={tp: 2, pp: 2}", 8
@@ -123,7 +108,7 @@ def test_70b_on_1024_ranks_needs_no_memory() -> None:
     layout = "parallel={tp: 8, pp: 4, schedule: interleaved, activation_checkpointing: selective}"
     shown = dry_run(load_recipe(RECIPES / "70b-1024.yaml", [layout]), 1024)
     assert shown.parameters == 70_553_706_496
-    assert shown.mesh == {"pp": 4, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 8, "ep": 1}
+    assert shown.mesh == ParallelDims(pp=4, dp_shard=32, tp=8)
     # Norms are replicated on the 8 tp ranks; everything else is sharded.
     held = sum(stage.most for stage in shown.stages) * 256
     assert shown.parameters < held < 1.001 * shown.parameters

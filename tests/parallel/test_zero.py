@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from tests.parallel.sharded_memory import RankMemory, dry_run
-from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config, groups, tensors
+from tests.parallel.helpers import make_model
+from tests.parallel.test_gradient_accumulation import LENGTH, MICROS, VOCAB, config, groups, stated, tensors
 from tests.ranks import on_ranks
 from zero2all.checkpoint.state_dict import flatten_tensors, load_training_state_dict, training_state_dict
 from zero2all.model import ModelInputs
 from zero2all.optim.optimizer import MOMENTS, build_optimizers, map_optimizer_state, set_learning_rate
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.parallel.sharded_init import to_local
-from zero2all.recipe import OptimizerRecipe, ParallelRecipe, Recipe
+from zero2all.recipe import OptimizerRecipe
 
 OPTIMIZER = OptimizerRecipe(lr=1e-2)
 STAGES = (1, 2, 3)
@@ -53,20 +52,17 @@ class Held:
 class Run:
     """A small model with its optimizers, and steps on fixed data."""
 
-    def __init__(self, sizes: dict[str, Any], world: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> None:
-        recipe = ParallelRecipe(**sizes)
-        mesh = ParallelMesh(ParallelDims.from_recipe(recipe, world), torch.device("cpu"))
-        self.model = ParallelModel(config(moe=False), recipe, mesh, seed=seed, dtype=dtype)
+    def __init__(self, sizes: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 3) -> None:
+        self.model = make_model(sizes, config(moe=False), seed, dtype=dtype)
         self.optimizers = build_optimizers(self.model.model, OPTIMIZER, self.model.param_groups)
         set_learning_rate(self.optimizers, OPTIMIZER, lr_multiplier=1.0)
-        if recipe.offload_dir is not None:
-            map_optimizer_state(self.optimizers, recipe.offload_dir)
+        if isinstance(directory := sizes.get("offload"), Path):
+            map_optimizer_state(self.optimizers, directory)
 
     def step(self, number: int) -> float:
         samples = MICROS * self.model.mesh.dims.dp
         tokens = torch.randint(0, VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(number))
-        first, last = self.model.mesh.sample_range(samples)
-        own = tokens[first:last]
+        own = tokens[slice(*self.model.mesh.sample_range(samples))]
         losses = self.model.forward_backward(
             ModelInputs(own[:, :-1], own[:, 1:]), divisor=samples * LENGTH, micro_batch_size=1
         )
@@ -97,8 +93,8 @@ def bytes_of(found: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in found)
 
 
-def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype) -> Held:
-    run = Run(sizes, world, dtype)
+def measure(sizes: dict[str, Any], dtype: torch.dtype) -> Held:
+    run = Run(sizes, dtype)
     own, gathered, gradients, gathers = groups(run.model), [0], [0], 0
     kind = type(own[0])
     wait, post = kind.wait_for_unshard, kind.post_backward
@@ -142,19 +138,9 @@ def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype) -> Held:
     )
 
 
-def stated(sizes: dict[str, Any], world: int, precision: str) -> list[RankMemory]:
-    """As the count on the sharded model states, for each pipeline rank."""
-    batch = MICROS * ParallelDims.from_recipe(ParallelRecipe(**sizes), world).dp * LENGTH
-    train = {"steps": 1, "seq_len": LENGTH, "batch_tokens": batch, "micro_batch_tokens": LENGTH, "precision": precision}
-    model = {**config(moe=False).model_dump(), "vocab_size": None}
-    recipe = Recipe.model_validate({"model": model, "train": train, "parallel": sizes})
-    recipe = recipe.model_copy(update={"model": config(moe=False)})  # with a vocabulary smaller than any tokenizer's
-    return [stage.memory for stage in dry_run(recipe, world, torch.device("cpu")).stages]
-
-
 def measure_all(world: int) -> dict[tuple[str, int, str], Held]:
     return {
-        (name, stage, precision): measure({**sizes, "zero": stage}, world, dtype)
+        (name, stage, precision): measure({**sizes, "zero": stage}, dtype)
         for name, sizes in LAYOUTS[world].items()
         for stage in STAGES
         for precision, dtype in DTYPES.items()
@@ -166,7 +152,7 @@ def check_bytes(world: int, rank: int, found: dict[tuple[str, int, str], Held]) 
     for (name, stage, precision), held in found.items():
         sizes, where = LAYOUTS[world][name], f"{name}, zero {stage}, {precision}, rank {rank}: {held}"
         pp = sizes.get("pp", 1)
-        memory = stated({**sizes, "zero": stage}, world, precision)[rank * pp // world]
+        memory = stated({**sizes, "zero": stage}, ranks=world, precision=precision)[rank * pp // world]
         assert held.weights == pytest.approx(memory.parameters, rel=0.05), where
         # Where weights are freed, the estimate also has the buffers of all-gathers: one for a unit of the two that are
         # held, or for both (tests/bench/profile/test_memory_trace.py measures them).
@@ -186,7 +172,7 @@ def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
     """A step with each stage, from the checkpoint of the one before; whether it was loaded as it was saved."""
     losses, same, saved = [], [], {}
     for number, stage in enumerate((1, 3, 2)):
-        run = Run({"zero": stage, **CPU}, 2, seed=number) if stage == 2 else Run({"zero": stage}, 2, seed=number)
+        run = Run({"zero": stage, **(CPU if stage == 2 else {})}, seed=number)
         if number:
             run.load(directory / str(number - 1))
             loaded = run.local_tensors()
@@ -194,7 +180,7 @@ def pass_on(directory: Path) -> tuple[list[float], list[bool]]:
         losses.append(run.step(number))
         saved = run.local_tensors()
         state_dict_saver.save(run.state(), checkpoint_id=directory / str(number))
-    whole = Run({}, 2, seed=0)
+    whole = Run({}, seed=0)
     return [a - b for a, b in zip(losses, map(whole.step, range(3)), strict=True)], same
 
 
@@ -203,13 +189,13 @@ def offload(directory: Path, world: int) -> dict[str, list[bool]]:
     files that were filled from a checkpoint."""
     found = {}
     for number, (name, layout) in enumerate(OFFLOADED[world].items()):
-        plain, checkpoint = Run(layout, world), directory / str(number)
+        plain, checkpoint = Run(layout), directory / str(number)
         expected_losses = [plain.step(0)]
         state_dict_saver.save(plain.state(), checkpoint_id=checkpoint)
         expected_losses.append(plain.step(1))
         same = []
         for sizes, first in ((CPU, 0), ({"offload": directory}, 0), ({"offload": directory}, 1)):
-            run = Run({**layout, **sizes}, world, seed=3 if first == 0 else 4)
+            run = Run({**layout, **sizes}, seed=3 if first == 0 else 4)
             if first:
                 run.load(checkpoint)
             losses = [run.step(step) for step in range(first, 2)]

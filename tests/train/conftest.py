@@ -12,7 +12,7 @@ from zero2all.recipe import recipe_yaml
 from zero2all.train import train
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace that nobody writes to: its stages, and a run of two steps."""
     out = tmp_path_factory.mktemp("siblings") / "first"

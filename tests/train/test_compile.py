@@ -10,29 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.helpers import small_config
 from tests.ranks import on_ranks
 from zero2all.base.machine.devices import wants_compile
 from zero2all.checkpoint import RankGroup
 from zero2all.model import ModelInputs
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
+from zero2all.recipe import ParallelRecipe, parse_recipe
 from zero2all.train import compile_probe
 from zero2all.train.compile_probe import choose_compile, compile_failure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-CONFIG = ModelConfig.model_validate(
-    {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "vocab_size": 320,
-        "moe": MOE,
-    }
-)
+CONFIG = small_config(vocab_size=320, moe=MOE)
 
 
 def choose(*overrides: str, device: torch.device = CUDA, ranks: RankGroup | None = None) -> bool:
@@ -63,9 +53,8 @@ def test_auto_compiles_on_cuda_if_a_block_can_be(monkeypatch: pytest.MonkeyPatch
 def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compile_probe, "compile_failure", lambda *args: "NoCompiler: no gcc")
     assert not choose()
-    assert (
-        "on rank 0 torch.compile failed on one (NoCompiler: no gcc); set train.compile=false" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "on rank 0 torch.compile failed on one (NoCompiler: no gcc); set train.compile=false" in said
     assert choose("train.compile=true"), "taken at its word"
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.parallel.helpers import small_config
 from zero2all.model import ModelInputs, document_starts, z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.recipe import ParallelRecipe
 from zero2all.train.objectives.step import SourceLosses
 
 META = torch.device("meta")
@@ -26,16 +27,7 @@ def parallel_model(monkeypatch: pytest.MonkeyPatch) -> ParallelModel:
     monkeypatch.setattr(z2all, "_init_normal", lambda values, std, name: values.zero_())
     monkeypatch.setattr(torch, "autocast", lambda *given, **options: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    config = ModelConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        vocab_size=64,
-    )
-    return ParallelModel(config, ParallelRecipe(), ParallelMesh(ParallelDims(), META), seed=1)
+    return ParallelModel(small_config(), ParallelRecipe(), ParallelMesh(ParallelDims(), META), seed=1)
 
 
 def test_a_step_leaves_nothing_on_the_cpu(parallel_model: ParallelModel) -> None:
@@ -72,10 +64,6 @@ def test_the_gpu_of_a_mac_needs_no_fp64(parallel_model: ParallelModel, monkeypat
         assert parallel_model.clip_grad_norm_(1.0).item() == 0.0
         assert parallel_model.gradient_norms.by_layer.tolist() == [0.0, 0.0]
         sums = source_losses.sums(losses, parallel_model.local_targets(TARGETS), SOURCES)
-        assert parallel_model.all_reduce_sum(sums).tolist() == [
-            [0.0, 32.0, 0.0, 32.0],
-            [0.0, 16.0, 0.0, 16.0],
-            [0.0] * 4,
-        ]
+        assert parallel_model.all_reduce_sum(sums).tolist() == [[0.0, 32.0] * 2, [0.0, 16.0] * 2, [0.0] * 4]
     with NoFp64(), pytest.raises(TypeError, match="fp64"):
         losses.double()

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
 from zero2all.base.machine.gpu_specs import GPUS
-from zero2all.base.records import to_json
 from zero2all.base.units import show_bytes, show_seconds
 from zero2all.cli.main import app
 from zero2all.model.cost.flops import flops_per_token
@@ -267,8 +266,3 @@ def test_recipes_are_valid_and_state_what_the_plan_prints(
         [row] = [row for row in rows if row.startswith(f"| [{name}.yaml]({name}.yaml) |")]
         assert memory in row
         assert time in row
-
-
-def test_the_record_is_json(tmp_path: Path) -> None:
-    estimate = computed(unbuilt(tmp_path))
-    assert json.loads(json.dumps(to_json(estimate)))["parameters"]["total"] == estimate.parameters.total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,11 +14,12 @@ from pydantic import BaseModel
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import UsageError
 from zero2all.base.units import Duration
+from zero2all.checkpoint import RunIdentity
 from zero2all.checkpoint.training_state import StageIdentity
 from zero2all.recipe import Recipe, StageRecipe, parse_recipe
 from zero2all.recipe.run_settings import EXCEPTIONS, run_settings, stage_settings
 from zero2all.train import train
-from zero2all.train.resume import SettingChange, model_changes, setting_changes, stage_setting_changes
+from zero2all.train.resume import SettingChange, identity_changes, model_changes, setting_changes, stage_setting_changes
 from zero2all.train.run import model_identity
 
 MAX_EXCEPTIONS = 60
@@ -172,6 +174,7 @@ def test_a_different_objective_mask_or_seed_fails_with_key_and_both_values(train
         "train.seq_len=32, not 64; model.z_loss=0.0, not 0.1. Set the recipe as it was" in str(failed.value)
     )
     assert "z2a train RECIPE --name NAME" in str(failed.value)
+    assert f"train.init={trained / 'run'} starts it with these weights" in str(failed.value)
 
 
 def test_distillation_does_not_resume_pretraining_and_asks_no_teacher_before(trained: Path, workspace: Path) -> None:
@@ -220,6 +223,39 @@ def test_a_key_that_came_later_is_compared_with_its_default() -> None:
     assert [str(change) for change in setting_changes(older, later)] == ["train.document_mask=False, not True"]
 
 
-def test_stages_compare_by_what_they_train() -> None:
-    one = StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None])
-    assert one == StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None], settings={"seq_len": 8})
+STAGE = StageIdentity("main", 0, "a1", [8, 0, 8, 0], [None, None])
+RUN = RunIdentity([STAGE], "t1", {"num_hidden_layers": 2, "qk_norm": False}, "adamw", settings={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (replace(RUN, tokenizer="t2"), "a different tokenizer"),
+        (replace(RUN, settings={"train.optimizer.name": "muon"}), "train.optimizer.name=adamw, not muon"),
+        (replace(RUN, model={"num_hidden_layers": 3, "qk_norm": False}), "model.num_hidden_layers=2, not 3"),
+        (replace(RUN, model={"num_hidden_layers": 2}), "model.qk_norm=False, not None"),
+        (replace(RUN, settings={"train.document_mask": True}), "train.document_mask=False, not True"),
+        (replace(RUN, init="/weights"), "train.init=None, not /weights"),
+        (replace(RUN, stages=[replace(STAGE, batch=[4, 0, 4, 0])]), "8 samples in a batch of stage main, not 4"),
+        (replace(RUN, stages=[replace(STAGE, batch=[8, 0, 2, 5])]), "a different train.batch_ramp in stage main"),
+        (replace(RUN, stages=[replace(STAGE, samples="b")]), "different samples in stage main (seed, train.seq_len"),
+        (
+            replace(RUN, stages=[replace(STAGE, rope=[5e5, None])]),
+            "a different rope_theta or rope_scaling of stage main",
+        ),
+        (replace(RUN, stages=[replace(STAGE, name="x")]), "stage main at step 0, not x at step 0"),
+        (replace(RUN, stages=[STAGE, STAGE]), "1 stages begun, not 2"),
+    ],
+)
+def test_each_difference_is_named_with_its_key(changed: RunIdentity, said: str) -> None:
+    [found] = identity_changes(RUN, changed)
+    assert found.startswith(said)
+
+
+def test_every_part_of_an_identity_is_compared() -> None:
+    assert identity_changes(RUN, RUN) == []
+    compared = {"stages", "tokenizer", "model", "optimizer", "init", "settings"}
+    assert {field.name for field in fields(RunIdentity)} == compared
+    assert {field.name for field in fields(StageIdentity) if field.compare} == {
+        "name", "first_step", "samples", "batch", "rope",
+    }  # fmt: skip

@@ -11,10 +11,10 @@ import torch
 
 from tests.conftest import tiny_recipe
 from tests.host_syncs import HostSyncs
+from tests.parallel.helpers import make_model, small_config
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import ModelInputs
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, MoeConfig, ParallelRecipe
+from zero2all.recipe import MoeConfig
 from zero2all.train.trainer import Trainer
 
 MOE = MoeConfig(num_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16)
@@ -68,14 +68,8 @@ def test_an_optimizer_reads_nothing_but_its_step_counters_which_are_on_the_cpu(
 
 
 def syncs_of_ep() -> list[str]:
-    recipe = ParallelRecipe(ep=2)
-    mesh = ParallelMesh(ParallelDims.from_recipe(recipe, 2), torch.device("cpu"))
-    config = ModelConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=16, vocab_size=64, moe=MOE,
-    )  # fmt: skip
-    model = ParallelModel(config, recipe, mesh, seed=0)
-    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(mesh.rank))
+    model = make_model({"ep": 2}, small_config(num_hidden_layers=3, moe=MOE))
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(model.mesh.rank))
     model.forward_backward(ModelInputs(tokens, tokens), divisor=64)
     with HostSyncs() as syncs:
         model.forward_backward(ModelInputs(tokens, tokens), divisor=64)

@@ -14,24 +14,25 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
+from tests.checkpoint.helpers import flip_a_bit, losses
 from tests.checkpoint.test_foreign_checkpoints import change as change_metadata
 from tests.conftest import tiny_recipe
+from tests.parallel.helpers import full, make_model
 from tests.ranks import on_ranks
 from tests.train.commands import refused, z2a
+from tests.train.runs import events
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.io import write_json
 from zero2all.checkpoint import CheckpointWeights, InitialWeights
 from zero2all.model import HFWeights, Z2all, export_hf, load_hf, load_model
 from zero2all.model.hf_config import from_hf_config
 from zero2all.model.weights import WeightReader, load_weights
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe
+from zero2all.parallel.sharded_init import to_local
+from zero2all.recipe import ModelConfig, Recipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.extend import extend_tokenizer
 from zero2all.tokens import build_tokens
-from zero2all.track import read_steps
 from zero2all.train import Run, Trainer, TrainerHooks, train
 from zero2all.train.data_loader import Batch
 from zero2all.train.initial_weights import config_changes, find_weights, plan_initial_weights
@@ -90,9 +91,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.fixture(scope="module")
 def source(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """A trained run with checkpoints of steps 2 and 4. Nobody writes to it."""
-    recipe = tiny_recipe(
-        workspace, f"out={tmp_path_factory.mktemp('source')}", "train.steps=4", "checkpoint.every=2 steps"
-    )
+    out = tmp_path_factory.mktemp("source")
+    recipe = tiny_recipe(workspace, f"out={out}", "train.steps=4", "checkpoint.every=2 steps")
     train(recipe)
     return recipe
 
@@ -114,7 +114,7 @@ def test_the_first_loss_is_that_of_transformers(kind: str, workspace: Path, tmp_
     batches: list[Batch] = []
     recipe = hf_recipe(tmp_path / "hf", workspace, f"out={tmp_path / 'out'}", "train.steps=1")
     train(recipe, hooks=TrainerHooks(on_batch=batches.append))
-    [loss] = [values["loss"] for values in read_steps(recipe.run_dir / "record.jsonl").values()]
+    [loss] = map(float, losses(Run.open(recipe.run_dir)).values())
     with torch.inference_mode():
         logits = theirs(batches[0].inputs).logits.flatten(0, 1)
         expected = torch.nn.functional.cross_entropy(logits, batches[0].targets.flatten())
@@ -140,8 +140,7 @@ def test_weights_of_a_run_are_bitwise_equal(
     assert len(saved.fingerprint or "") == 16
     assert Run.open(tmp_path).recipe.train.init == source.out / given
     assert json.loads((tmp_path / "run" / "identity.json").read_text())["init"] == str(source.out / given)
-    events = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    [event] = [event for event in events if event.get("event") == "initial weights"]
+    [event] = events(Run.open(tmp_path), "initial weights")
     assert (event["path"], event["fingerprint"]) == (str(path), saved.fingerprint)
 
 
@@ -363,13 +362,11 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(source: Recipe, workspace
     shutil.copytree(source.run_dir, tmp_path / "source")
     step = tmp_path / "source" / "checkpoints" / "step-00000004"
     [data] = step.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip_a_bit(data)
     recipe = tiny_recipe(workspace, f"out={tmp_path / 'out'}", f"train.init={tmp_path / 'source'}")
     with pytest.raises(Z2aError, match=rf"step-00000004 cannot be used: {data.name} does not match its checksum"):
         train(recipe)
-    data.write_bytes(content[:-10])
+    data.write_bytes(data.read_bytes()[:-10])
     with pytest.raises(Z2aError, match=rf"{data.name} has \d+ bytes instead of"):
         train(recipe)
 
@@ -442,20 +439,18 @@ class CountingReader:
 def load_on_ranks(root: Path, tokenizer: Path) -> None:
     """Every layout with a grown vocabulary: the shards of a rank are those of one process."""
     for kind, sizes in LAYOUTS:
-        recipe, new = ParallelRecipe(**sizes), Tokenizer(tokenizer)
+        new = Tokenizer(tokenizer)
         config = HFWeights(root / kind).config.model_copy(update={"vocab_size": new.vocab_size})
         plan = plan_initial_weights(find_weights(root / kind), config, new)
         expected = Z2all(config).init_weights(0).state_dict()
         load_weights(expected, plan.reader)
-        mesh = ParallelMesh(ParallelDims.from_recipe(recipe, 2), torch.device("cpu"))
-        model = ParallelModel(config, recipe, mesh, seed=1)
+        model = make_model(sizes, config, seed=1)
         reader = CountingReader(plan.reader)
         model.load_weights(reader)
-        held = [one.to_local() if isinstance(one, DTensor) else one for one in model.model.parameters()]
-        assert reader.values == sum(shard.numel() for shard in held), (kind, sizes)  # nothing of other ranks
+        held = sum(to_local(parameter).numel() for parameter in model.model.parameters())
+        assert reader.values == held, (kind, sizes)  # nothing of other ranks
         for name, weight in model.model.state_dict().items():
-            found = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            assert torch.equal(found, expected[name]), (kind, sizes, name)
+            assert torch.equal(full(weight), expected[name]), (kind, sizes, name)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import torch
 
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
+from tests.train.runs import trained
 from zero2all.base.errors import RecipeError, UsageError
 from zero2all.export import export_adapter_of_run, export_run
 from zero2all.model import Z2all
@@ -19,9 +20,7 @@ from zero2all.train import Run, train
 
 @pytest.fixture(scope="module")
 def base(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('base')}", "train.steps=4")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return trained(tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('base')}", "train.steps=4"))
 
 
 def lora_recipe(workspace: Path, base: Run, out: Path, *overrides: str) -> Recipe:
@@ -33,9 +32,7 @@ def lora_recipe(workspace: Path, base: Run, out: Path, *overrides: str) -> Recip
 
 @pytest.fixture(scope="module")
 def tuned(workspace: Path, base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = lora_recipe(workspace, base, tmp_path_factory.mktemp("lora"))
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return trained(lora_recipe(workspace, base, tmp_path_factory.mktemp("lora")))
 
 
 TOKENS = torch.arange(3, 40)[None] % 500
@@ -44,9 +41,8 @@ TOKENS = torch.arange(3, 40)[None] % 500
 def test_only_adapters_are_trained_and_the_first_loss_is_that_of_the_base_model(
     workspace: Path, base: Run, tuned: Run, tmp_path: Path
 ) -> None:
-    full = tiny_recipe(workspace, f"out={tmp_path}", f"train.init={base.directory}", "train.steps=1")
-    train(full)
-    assert float(losses(tuned)[0]) == pytest.approx(float(losses(Run.open(full.run_dir))[0]), abs=1e-6)
+    full = trained(tiny_recipe(workspace, f"out={tmp_path}", f"train.init={base.directory}", "train.steps=1"))
+    assert float(losses(tuned)[0]) == pytest.approx(float(losses(full)[0]), abs=1e-6)
     values = [float(loss) for loss in losses(tuned).values()]
     assert sum(values[-6:]) < sum(values[:6])
     before, after = base.load_model().state_dict(), tuned.load_model().state_dict()
@@ -113,9 +109,7 @@ def test_mistakes_are_named(workspace: Path, base: Run, tmp_path: Path) -> None:
 
 
 def test_a_matrix_without_an_adapter_stays_plain() -> None:
-    config = ModelConfig.model_validate(
-        {"vocab_size": 64, "num_hidden_layers": 1, "lora": {"target_modules": ["q_proj"]}}
-    )
-    model = Z2all(config)
+    lora = {"target_modules": ["q_proj"]}
+    model = Z2all(ModelConfig.model_validate({"vocab_size": 64, "num_hidden_layers": 1, "lora": lora}))
     assert [name for name, _ in adapters(model)] == ["layers.0.self_attn.q_proj"]
     assert not isinstance(model.layers[0].self_attn.k_proj, LoRALinear)

@@ -11,23 +11,19 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
-from tests.parallel.test_activation_checkpoint import Storages
+from tests.parallel.helpers import Storages
 from tests.ranks import on_ranks
-from tests.train.test_train import assert_same_run
+from tests.train.runs import assert_same_run, stored_micro_batch, trained
 from zero2all.base.errors import RecipeError, Z2aError
 from zero2all.checkpoint import RankGroup
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import ParallelDims
 from zero2all.planner.rank_plan import STORED, MemoryPlan, plan_recipe_memory
 from zero2all.recipe import ModelConfig, ParallelRecipe, parse_recipe
-from zero2all.train import Run, micro_batch, train
+from zero2all.train import micro_batch, train
 from zero2all.train.estimate import estimate_run
 from zero2all.train.hyperparameters import with_hyperparameters
-from zero2all.train.micro_batch import (
-    back_off,
-    estimate_micro_batch,
-    micro_batch_sizes,
-)
+from zero2all.train.micro_batch import back_off, estimate_micro_batch, micro_batch_sizes
 
 AUTO = "train.micro_batch_tokens=auto"
 SMALL = """
@@ -46,9 +42,8 @@ def sizes(*overrides: str, world: int = 1) -> list[int]:
 def test_sizes_divide_what_a_rank_has_of_the_batch() -> None:
     assert sizes() == [1, 2, 3, 4, 6, 8, 12, 24]
     assert sizes(world=2) == [1, 2, 3, 4, 6, 12]
-    assert sizes("parallel={pp: 2, dp_shard: 1}", world=2) == [1, 2, 3, 4, 6], (
-        "at least four micro-batches in two stages"
-    )
+    in_two_stages = sizes("parallel={pp: 2, dp_shard: 1}", world=2)
+    assert in_two_stages == [1, 2, 3, 4, 6], "at least four micro-batches"
     stages = "train.stages=[{name: a, steps: 1}, {name: b, steps: 1, batch_tokens: 512}]"
     assert sizes("train.steps=null", stages) == [1, 2, 4, 8]
 
@@ -116,7 +111,7 @@ def test_the_stand_in_keeps_the_activations_of_the_model(mode: Any, changes: dic
     for one in (model.model, stand_in):
         with Storages() as storages:
             losses = one(tokens, targets_BS=tokens)
-        kept.append(storages.alive(but=[*one.parameters(), *one.buffers()]))
+        kept.append(storages.alive(one))
         losses.sum().backward()
     assert kept[1] == pytest.approx(kept[0], rel=0.01)
     weights = [sum(parameter.nbytes for parameter in one.layers.parameters()) for one in (model.model, stand_in)]
@@ -146,29 +141,22 @@ def test_the_choice_is_remembered_in_the_run(
     options = ("train.steps=4", "checkpoint.every=2 steps")
     recipe = tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options)
     tried = limited(monkeypatch, 2)
-    train(recipe)
+    run = trained(recipe)
     assert tried == [8, 4, 2]
     assert "chosen: train.micro_batch_tokens=64 (tried on cpu, trials: 3)" in capsys.readouterr().err
-    stored = Run.open(recipe.run_dir).stored_recipe()
-    assert stored is not None
-    assert stored.train.micro_batch_tokens == 64
+    assert stored_micro_batch(recipe) == 64
     given = tiny_recipe(workspace, f"out={tmp_path}/given", "train.micro_batch_tokens=64", *options)
-    train(given)
-    assert_same_run(Run.open(recipe.run_dir), Run.open(given.run_dir))
+    assert_same_run(run, trained(given))
 
     monkeypatch.setattr(micro_batch, "try_micro_batch", lambda *args, **options: pytest.fail("chosen again"))
     train(tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options, "train.steps=6"), extend="constant")
-    stored = Run.open(recipe.run_dir).stored_recipe()
-    assert stored is not None
-    assert stored.train.micro_batch_tokens == 64
+    assert stored_micro_batch(recipe) == 64
 
     monkeypatch.setattr(micro_batch, "free_device_memory", lambda device, ranks: 1)  # a smaller device
     limited(monkeypatch, 1)
     train(tiny_recipe(workspace, f"out={tmp_path}/auto", AUTO, *options, "train.steps=8"), extend="constant")
     assert "the run had a micro-batch of 2 samples, which does not fit" in capsys.readouterr().err
-    stored = Run.open(recipe.run_dir).stored_recipe()
-    assert stored is not None
-    assert stored.train.micro_batch_tokens == 32
+    assert stored_micro_batch(recipe) == 32
 
 
 def test_offloaded_weights_are_not_on_the_device_already() -> None:
@@ -185,9 +173,7 @@ def test_on_a_cpu_the_estimate_chooses(workspace: Path, tmp_path: Path, monkeypa
     recipe = tiny_recipe(workspace, f"out={tmp_path}", AUTO, "train.steps=1")
     monkeypatch.setattr(micro_batch, "free_device_memory", lambda device, ranks: 2**40)
     train(recipe)
-    stored = Run.open(recipe.run_dir).stored_recipe()
-    assert stored is not None
-    assert stored.train.micro_batch_tokens == 256
+    assert stored_micro_batch(recipe) == 256
     run = estimate_run(tiny_recipe(workspace, f"out={tmp_path}/other", AUTO, "train.steps=1"))
     assert run.estimate.stages[0].batch.samples == 8
     assert "chosen: train.micro_batch_tokens=256" in run.text
@@ -199,8 +185,7 @@ def choose_on_ranks(workspace: Path, directory: Path) -> tuple[list[int], Any]:
     recipe = tiny_recipe(workspace, f"out={directory}", AUTO, "train.steps=2", "parallel.dp_shard=2")
     train(recipe)
     patch.undo()
-    stored = Run.open(recipe.run_dir).stored_recipe()
-    return tried, stored and stored.train.micro_batch_tokens
+    return tried, stored_micro_batch(recipe)
 
 
 def back_off_on_a_rank() -> tuple[list[int], tuple[int, int]]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import tiny_recipe
-from tests.train.test_resume import ctrl_c_at, recorded
+from tests.train.runs import ctrl_c_at
+from tests.train.test_resume import recorded
 from zero2all.base.errors import Interrupted, Z2aError
 from zero2all.optim.optimizer import MOMENTS, map_optimizer_state
 from zero2all.train import train

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
-from zero2all.base.errors import Interrupted, RecipeError, UsageError
+from tests.train.runs import assert_same_run, ctrl_c_at
+from zero2all.base.errors import Interrupted, RecipeError
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint import CheckpointWeights
 from zero2all.evals import evaluate_bpb
@@ -19,10 +19,9 @@ from zero2all.export import export_run
 from zero2all.generation import SamplingParams, generate_batch
 from zero2all.model import load_hf
 from zero2all.recipe import Recipe
-from zero2all.track import read_steps
 from zero2all.track.record_lines import SampleLine
 from zero2all.track.run_record import read_record_lines
-from zero2all.train import Run, TrainerHooks, train
+from zero2all.train import Run, train
 
 BF16 = ["train.optimizer.name=adamw-bf16", "train.precision=bf16"]
 KAHAN = ["train.optimizer.name=adamw-bf16-kahan", "train.precision=bf16"]
@@ -34,14 +33,6 @@ OPTIMIZERS = {
     "adamw-8bit": ["train.optimizer.name=adamw-8bit", "model.hidden_size=64"],
     "muon": ["train.optimizer.name=muon"],
 }
-
-
-def interrupt_at(step: int) -> TrainerHooks:
-    return TrainerHooks(on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == step else None)
-
-
-def losses(out: Path) -> list[float]:
-    return [values["loss"] for values in read_steps(out / "run" / "record.jsonl").values()]
 
 
 @pytest.mark.parametrize(
@@ -66,12 +57,9 @@ def test_a_resumed_run_has_the_same_bits(
     train(tiny_recipe(workspace, f"out={tmp_path}/a", *options))
     recipe = tiny_recipe(workspace, f"out={tmp_path}/b", *options)
     with pytest.raises(Interrupted):
-        train(recipe, hooks=interrupt_at(4))
+        train(recipe, hooks=ctrl_c_at(4))
     assert train(recipe).resumed_at == 5
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    weights = Run.open(tmp_path / "a").load_model().state_dict()
-    for key, tensor in Run.open(tmp_path / "b").load_model().state_dict().items():
-        assert torch.equal(tensor, weights[key]), key
+    assert_same_run(Run.open(tmp_path / "a"), Run.open(tmp_path / "b"))
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +69,6 @@ def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["train.steps=4", "evals.every=4 steps", *BF16, f"out={out}"]
     train(tiny_recipe(workspace, *options), evaluate=evaluate_bpb)
     return out
-
-
-def test_another_optimizer_or_rounding_is_refused(trained: Path, workspace: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "out")
-    longer = [f"out={tmp_path}/out", "train.steps=6"]
-    with pytest.raises(UsageError, match=r"optimizer\.name=adamw-bf16, not adamw\. .*train\.init="):
-        train(tiny_recipe(workspace, *longer))
-    with pytest.raises(UsageError, match=r"optimizer\.name=adamw-bf16, not adamw-bf16-kahan"):
-        train(tiny_recipe(workspace, *longer, *KAHAN))
-    train(tiny_recipe(workspace, f"out={tmp_path}/fp32", "train.steps=2"))
-    with pytest.raises(UsageError, match=r"optimizer\.name=adamw, not adamw-bf16"):
-        train(tiny_recipe(workspace, f"out={tmp_path}/fp32", "train.steps=4", *BF16))
 
 
 def test_a_checkpoint_in_bf16_is_read_everywhere(trained: Path, workspace: Path, tmp_path: Path) -> None:
@@ -141,6 +117,7 @@ def test_a_run_is_resumed_on_two_ranks(name: str, tolerance: float, workspace: P
     train(tiny_recipe(workspace, f"out={tmp_path}/a", *options))
     recipe = tiny_recipe(workspace, f"out={tmp_path}/b", *options)
     with pytest.raises(Interrupted):
-        train(recipe, hooks=interrupt_at(4))
+        train(recipe, hooks=ctrl_c_at(4))
     run_ranks(2, trained_on_ranks, recipe, seconds=240)
-    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=0, abs=tolerance)
+    found, expected = ([float(loss) for loss in losses(tmp_path / name).values()] for name in "ba")
+    assert found == pytest.approx(expected, rel=0, abs=tolerance)

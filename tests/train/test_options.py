@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from tests.checkpoint.helpers import losses
 from tests.conftest import tiny_recipe
 from tests.parallel.test_activation_checkpoint import PRODUCTS, Calls
+from tests.train.runs import trained
 from zero2all.base.torch_private import set_activation_memory_budget
-from zero2all.train import Run, train
+from zero2all.train import Run
 
 STILL = ["train.steps=1", "train.optimizer.lr=1e-12", "train.seq_len=64", "train.batch_tokens=1024"]
 
 
-def trained(workspace: Path, out: Path, *overrides: str) -> Run:
-    recipe = tiny_recipe(workspace, f"out={out}", *overrides)
-    train(recipe)
-    return Run.open(recipe.run_dir)
+def run_with(workspace: Path, out: Path, *overrides: str) -> Run:
+    return trained(tiny_recipe(workspace, f"out={out}", *overrides))
 
 
 @torch.inference_mode()
@@ -43,7 +42,7 @@ def loss_of_each_document_alone(run: Run) -> float:
 
 def test_document_mask_computes_each_document_alone(workspace: Path, tmp_path: Path) -> None:
     masked, plain = (
-        trained(workspace, tmp_path / str(on), *STILL, f"train.document_mask={on}") for on in ("true", "false")
+        run_with(workspace, tmp_path / str(on), *STILL, f"train.document_mask={on}") for on in ("true", "false")
     )
     alone = loss_of_each_document_alone(masked)
     assert float(losses(masked)[0]) == pytest.approx(alone, abs=1e-5)
@@ -52,8 +51,8 @@ def test_document_mask_computes_each_document_alone(workspace: Path, tmp_path: P
 
 def test_checkpoints_of_keep_every_stay(workspace: Path, tmp_path: Path) -> None:
     often = ["checkpoint.every=2 steps", "checkpoint.keep_latest=1"]
-    kept = trained(workspace, tmp_path / "kept", *often, "checkpoint.keep_every=4 steps")
-    newest = trained(workspace, tmp_path / "newest", *often)
+    kept = run_with(workspace, tmp_path / "kept", *often, "checkpoint.keep_every=4 steps")
+    newest = run_with(workspace, tmp_path / "newest", *often)
     assert (kept.checkpoints.steps(), newest.checkpoints.steps()) == ([4, 8, 12], [12])
 
 
@@ -61,7 +60,7 @@ def test_activation_checkpointing_recomputes_and_changes_no_digit(workspace: Pat
     found, products, cheap = {}, {}, {}
     for mode in ("none", "selective", "full"):
         with Calls() as calls:
-            run = trained(workspace, tmp_path / mode, "train.steps=3", f"parallel.activation_checkpointing={mode}")
+            run = run_with(workspace, tmp_path / mode, "train.steps=3", f"parallel.activation_checkpointing={mode}")
         found[mode] = losses(run)
         products[mode] = sum(count for op, count in calls.of.items() if op in PRODUCTS)
         cheap[mode] = calls.of["aten.silu.default"]
@@ -108,7 +107,7 @@ def test_a_smaller_activation_budget_saves_less(
     for budget in (1.0, 0.1):
         torch.compiler.reset()
         options = ["parallel.activation_checkpointing=budget", f"parallel.activation_budget={budget}"]
-        found.append(losses(trained(workspace, tmp_path / str(budget), *STILL, "train.compile=true", *options)))
+        found.append(losses(run_with(workspace, tmp_path / str(budget), *STILL, "train.compile=true", *options)))
         bytes_saved.append(saved.pop())
     whole, part = found
     assert float(part[0]) == pytest.approx(float(whole[0]), abs=1e-5)

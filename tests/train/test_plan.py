@@ -3,20 +3,24 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import RecipeError, UsageError
-from zero2all.recipe import ScheduleRecipe
+from zero2all.recipe import ExtendMode, ScheduleRecipe
 from zero2all.tokens import TokenStore
-from zero2all.train.plan import LRSchedule, Plan, cap_mixture_weights
+from zero2all.train.plan import LRSchedule, Plan, StageSchedule, cap_mixture_weights
 
 STAGES = """[
   {name: warm, steps: 6, mixture: {en: 1, zh: 1}},
   {name: long, tokens: 2048, seq_len: 64, batch_tokens: 512, schedule: {shape: cosine, warmup: 0, min_lr_ratio: 0.5}},
   {name: anneal, steps: 4, schedule: {shape: linear, warmup: 0, min_lr_ratio: 0}},
 ]"""
+SHAPES = ["cosine", "linear", "constant", "inverse-sqrt", "wsd"]
 
 
 def plan_of(workspace: Path, *overrides: str) -> Plan:
@@ -28,13 +32,16 @@ def staged(workspace: Path, stages: str = STAGES, *overrides: str) -> Plan:
     return plan_of(workspace, "train.steps=null", f"train.stages={stages}", *overrides)
 
 
-def lr_multipliers(shape: str, steps: int = 101, warmup: int = 10, peak: float = 1.0, **more: float) -> list[float]:
+def schedule(shape: str, steps: int = 101, warmup: int = 10, peak: float = 1.0, **more: float) -> LRSchedule:
     recipe = ScheduleRecipe(shape=shape, peak=peak, **more)  # type: ignore[arg-type]
-    schedule = LRSchedule.from_recipe(recipe, steps, warmup, previous_lr_multiplier=1.0)
-    return [schedule.lr_multiplier(step) for step in range(steps)]
+    return LRSchedule.from_recipe(recipe, steps, warmup, previous_lr_multiplier=1.0)
 
 
-@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse-sqrt", "wsd"])
+def lr_multipliers(shape: str, **more: float) -> list[float]:
+    return [schedule(shape, **more).lr_multiplier(step) for step in range(101)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_warms_up_and_never_rises_again(shape: str) -> None:
     multipliers = lr_multipliers(shape, peak=0.5)
     assert multipliers[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
@@ -59,14 +66,7 @@ def test_stages_follow_each_other(workspace: Path) -> None:
         ("warm", 0, 6), ("long", 6, 4), ("anneal", 10, 4),
     ]  # fmt: skip
     assert plan.total_steps == 14
-    assert [plan.stage_of(step).name for step in (0, 5, 6, 9, 10, 13)] == [
-        "warm",
-        "warm",
-        "long",
-        "long",
-        "anneal",
-        "anneal",
-    ]
+    assert [plan.stage_of(step).name for step in (0, 5, 6, 9, 10, 13)] == 2 * ["warm"] + 2 * ["long"] + 2 * ["anneal"]
     assert plan.stage_of(7).recipe.seq_len == 64
     assert plan.stage_of(7).sample_range(7) == (8, 16)
     assert plan.stage_of(10).sample_range(10) == (0, 8)
@@ -132,20 +132,41 @@ def test_a_capped_run_stays_under_its_cap(workspace: Path) -> None:
     assert epochs("train.max_epochs=1.2")["zh"] == pytest.approx(1.2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.stages=[{name: a, steps: 1}]"], "each has its own length"),
-        (["train.steps=null", "train.stages=[{name: a, steps: 1}, {name: a, steps: 1}]"], "share a name"),
-        (["train.steps=null", "train.stages=[{name: a, steps: 1, tokens: 5}]"], "exactly one of steps"),
-        (["train.steps=null", "train.stages=[{name: a, steps: 1, seq_len: 48}]"], "multiple of seq_len"),
-        (
-            ["train.steps=null", "train.stages=[{name: a, steps: 1, seq_len: 128}]"],
-            "longer than model.max_position_embeddings",
-        ),
-        (["train.batch_ramp={start: 512, over: 2 steps}"], "more than batch_tokens"),
-    ],
+def test_a_stage_that_is_longer_than_the_context_is_refused(workspace: Path) -> None:
+    with pytest.raises(RecipeError, match=r"longer than model\.max_position_embeddings"):
+        tiny_recipe(workspace, "train.steps=null", "train.stages=[{name: a, steps: 1, seq_len: 128}]")
+
+
+@settings(max_examples=60)
+@given(
+    shapes=st.tuples(st.sampled_from(SHAPES), st.sampled_from(SHAPES)),
+    lengths=st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    warmups=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+    peak=st.floats(0.05, 1.0),
+    mode=st.sampled_from(get_args(ExtendMode)),
+    data=st.data(),
 )
-def test_invalid_stages_are_reported(overrides: list[str], message: str, workspace: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        tiny_recipe(workspace, *overrides)
+def test_any_extension_is_continuous_where_it_says_so_and_bounded(
+    shapes: tuple[str, str],
+    lengths: tuple[int, int],
+    warmups: tuple[int, int],
+    peak: float,
+    mode: ExtendMode,
+    data: st.DataObject,
+) -> None:
+    base = StageSchedule.of(schedule(shapes[0], lengths[0], warmups[0], peak))
+    step = data.draw(st.integers(1, lengths[0]))
+    planned = schedule(shapes[1], step + lengths[1], warmups[1])
+    longer = base.extended(step, mode, planned)
+    assert all(longer.lr_multiplier(before) == base.lr_multiplier(before) for before in range(step))
+    last, after = base.lr_multiplier(step - 1), [longer.lr_multiplier(one) for one in range(step, longer.steps)]
+    if mode == "constant":
+        assert set(after) == {last}
+    elif mode == "as-planned":
+        assert after == [planned.lr_multiplier(one) for one in range(step, planned.steps)]
+    else:
+        for count, rate in enumerate(after[: warmups[1]], 1):
+            assert rate == pytest.approx(last + (1.0 - last) * count / warmups[1])
+        assert all(a >= b for a, b in pairwise(after[warmups[1] :]))
+        if shapes[1] in ("cosine", "linear", "wsd") and lengths[1] > warmups[1] + 1:
+            assert after[-1] == pytest.approx(0.1)

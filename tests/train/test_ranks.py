@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
 
 LOSS_TOLERANCE = 5e-6  # in fp32
+Line = TypeVar("Line", HistogramLine, EventLine, SampleLine)
 
 
 def losses(directory: Path) -> list[float]:
@@ -29,23 +31,21 @@ def losses(directory: Path) -> list[float]:
     return [values[name] for values in steps for name in sorted(values) if name.startswith(("loss", "bpb/"))]
 
 
+def recorded(directory: Path, kind: type[Line]) -> list[Line]:
+    return [line for line in read_record_lines(directory / "run" / "record.jsonl") if isinstance(line, kind)]
+
+
 def layer_norms(directory: Path) -> list[tuple[int, list[float]]]:
-    lines = read_record_lines(directory / "run" / "record.jsonl")
-    return [
-        (line.step, line.counts)
-        for line in lines
-        if isinstance(line, HistogramLine) and line.histogram == "gradient norm by layer"
-    ]
+    lines = recorded(directory, HistogramLine)
+    return [(line.step, line.counts) for line in lines if line.histogram == "gradient norm by layer"]
 
 
 def validations(directory: Path) -> list[float]:
-    lines = read_record_lines(directory / "run" / "record.jsonl")
-    return [line.details["loss"] for line in lines if isinstance(line, EventLine) and line.event == "evaluation"]
+    return [line.details["loss"] for line in recorded(directory, EventLine) if line.event == "evaluation"]
 
 
 def samples(directory: Path) -> list[tuple[int, str, str]]:
-    lines = read_record_lines(directory / "run" / "record.jsonl")
-    return [(line.step, line.sample, line.text) for line in lines if isinstance(line, SampleLine)]
+    return [(line.step, line.sample, line.text) for line in recorded(directory, SampleLine)]
 
 
 def trained(recipe: Recipe, stop_at: int | None = None) -> dict[int, list[str]]:
@@ -87,46 +87,57 @@ def recipe_for(workspace: Path, out: Path, *overrides: str) -> Recipe:
     )  # fmt: skip
 
 
+# By the number of ranks, which are started once: how many of them read other samples, and the layout.
+LAYOUTS = {
+    2: [(2, "{dp_replicate: 2}"), (1, "{cp: 2}")],
+    3: [(3, "{}")],  # 12 samples over 3 ranks, and 6 of the longer ones
+    4: [(2, "{dp_shard: 2, tp: 2}"), (2, "{pp: 2, dp_shard: 2, schedule: interleaved}")],
+}
+
+
+def trained_one_after_another(recipes: list[Recipe]) -> list[dict[int, list[str]]]:
+    return [trained(recipe) for recipe in recipes]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "readers", "parallel"),
-    [
-        (2, 2, "{dp_replicate: 2}"),
-        pytest.param(3, 3, "{}", marks=pytest.mark.long),  # 12 samples over 3 ranks, and 6 of the longer ones
-        (4, 2, "{dp_shard: 2, tp: 2}"),
-        (4, 2, "{pp: 2, dp_shard: 2, schedule: interleaved}"),
-        (2, 1, "{cp: 2}"),
-    ],
-    ids=["ddp", "fsdp", "fsdp-tp", "fsdp-pp", "cp"],
-)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_several_ranks_train_as_one_process(
-    ranks: int, readers: int, parallel: str, single: tuple[Path, dict[int, list[str]]], workspace: Path, tmp_path: Path
+    ranks: int, single: tuple[Path, dict[int, list[str]]], workspace: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_for(workspace, tmp_path, f"parallel={parallel}")
-    seen: list[dict[int, list[str]]] = run_ranks(ranks, trained, recipe)
-    assert losses(tmp_path) == pytest.approx(losses(single[0]), abs=LOSS_TOLERANCE)
-    others = read_steps(tmp_path / "run" / "record.rank1.jsonl")
+    recipes = [
+        recipe_for(workspace, tmp_path / str(number), f"parallel={parallel}")
+        for number, (_, parallel) in enumerate(LAYOUTS[ranks])
+    ]
+    by_rank = run_ranks(ranks, trained_one_after_another, recipes, seconds=240)
+    for recipe, (readers, _), seen in zip(recipes, LAYOUTS[ranks], zip(*by_rank, strict=True), strict=True):
+        assert_same_batches(seen, single[1], copies=ranks // readers)
+        check_run(recipe, single[0])
+
+
+def check_run(recipe: Recipe, single: Path) -> None:
+    out = recipe.out
+    assert losses(out) == pytest.approx(losses(single), abs=LOSS_TOLERANCE)
+    others = read_steps(out / "run" / "record.rank1.jsonl")
     assert list(others) == list(range(9))
     assert {name for values in others.values() for name in values} & {"loss", "loss/en", "mfu", "memory"} == {"memory"}
-    assert_same_batches(seen, single[1], copies=ranks // readers)
-    expected_norms = layer_norms(single[0])
+    expected_norms = layer_norms(single)
     assert [step for step, _ in expected_norms] == [1, 3, 5, 7]
-    for (step, norms), (_, expected) in zip(layer_norms(tmp_path), expected_norms, strict=True):
+    for (step, norms), (_, expected) in zip(layer_norms(out), expected_norms, strict=True):
         assert norms == pytest.approx(expected, rel=1e-4), step
-    measured, expected_measured = validations(tmp_path), validations(single[0])
+    measured, expected_measured = validations(out), validations(single)
     assert len(measured) == 2
     assert measured == pytest.approx(expected_measured, abs=LOSS_TOLERANCE)
-    expected_samples = samples(single[0])
+    expected_samples = samples(single)
     assert len(expected_samples) == 2 * 3  # two validations, three prompts
-    assert samples(tmp_path) == (expected_samples if "dp_replicate" in parallel else [])
+    assert samples(out) == (expected_samples if recipe.parallel.dp_replicate == 2 else [])
     # One process loads what several ranks saved.
-    models = [Run.open(out).load_model() for out in (single[0], tmp_path)]
+    models = [Run.open(directory).load_model() for directory in (single, out)]
     assert [model.config.rope_theta for model in models] == [50000, 50000]
-    one, other = (evaluate_bpb(model, Run.open(tmp_path).tokenizer(), recipe) for model in models)
+    one, other = (evaluate_bpb(model, Run.open(out).tokenizer(), recipe) for model in models)
     assert one.bits_per_byte == pytest.approx(other.bits_per_byte, abs=1e-3)
 
 
-def assert_same_batches(seen: list[dict[int, list[str]]], expected: dict[int, list[str]], copies: int) -> None:
+def assert_same_batches(seen: Sequence[dict[int, list[str]]], expected: dict[int, list[str]], copies: int) -> None:
     """The union over ranks is the global batch: no gap, no overlap but between ranks that share their samples."""
     for step, rows in expected.items():
         read = sorted(row for rank in seen for row in rank[step])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
+from tests.train.runs import ctrl_c_at, weights
 from zero2all.base.errors import Interrupted, UsageError
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.cli.main import app
@@ -50,10 +50,6 @@ def recorded(out: Path) -> dict[int, tuple[str, str]]:
     return {step: (repr(values["loss"]), repr(values["lr"])) for step, values in steps.items()}
 
 
-def ctrl_c_at(when: int) -> TrainerHooks:
-    return TrainerHooks(on_batch=lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == when else None)
-
-
 @pytest.mark.parametrize("mode", ["constant", "rewarm", "as-planned"])
 def test_an_extended_run_that_is_interrupted_equals_the_uninterrupted_one(
     mode: ExtendMode, finished: Path, workspace: Path, tmp_path: Path
@@ -69,11 +65,10 @@ def test_an_extended_run_that_is_interrupted_equals_the_uninterrupted_one(
         train(recipe, hooks=ctrl_c_at(8))  # without the option
     train(load_recipe(other / "run"))  # and by the directory
     assert recorded(one) == recorded(other)
-    weights = Run.open(one).load_model().state_dict()
-    for name, tensor in Run.open(other).load_model().state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-
     run = Run.open(other)
+    expected = weights(Run.open(one))
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, expected[name]), name
     [entry] = run.recipe.train.extensions
     assert (entry.step, entry.mode, entry.steps) == (6, mode, 6)
     rates = {step: values["lr"] for step, values in read_steps(run.record_path).items()}
@@ -103,6 +98,8 @@ def test_a_refused_choice_leaves_the_run_as_it_was(finished: Path, workspace: Pa
         train(tiny_recipe(workspace, f"out={out}", *OPTIONS, LONGER))
     with pytest.raises(UsageError, match="past the 4 asked for"):
         train(tiny_recipe(workspace, f"out={out}", "train.steps=4"))
+    with pytest.raises(UsageError, match="seed=11, not 12"):
+        train(tiny_recipe(workspace, f"out={out}", *OPTIONS, LONGER, "seed=12"))
     assert {path: path.read_bytes() for path in (out / "run").iterdir() if path.is_file()} == before
 
 

@@ -1,4 +1,4 @@
-"""The spike guard: silent on clean runs, fires within three steps of bad data, and rolls back exactly."""
+"""The spike guard: silent on clean runs, fires within three steps of bad data, rolls back exactly, reads little."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import random
 import shutil
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +18,18 @@ import torch
 from tests.checkpoint.helpers import crashed, losses
 from tests.conftest import tiny_recipe
 from tests.train.poison import poison
+from tests.train.runs import events, trained
 from zero2all.base.errors import Z2aError
 from zero2all.base.records import parse_record
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.checkpoint.training_state import GuardState
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import GuardRecipe, Recipe
+from zero2all.tokens import DocumentSpan
 from zero2all.train import Run, TrainerHooks, train
-from zero2all.train.spike_detector import DETECTION_DELAY, SpikeDetector
+from zero2all.train.job import Progress
+from zero2all.train.spike_detector import DETECTION_DELAY, MAX_SAMPLES_READ, SpikeDetector
+from zero2all.train.spike_policy import SpikePolicy
 
 LONG = [
     "train.steps=90", "train.batch_tokens=128", "train.micro_batch_tokens=null", "checkpoint.every=30 steps",
@@ -107,16 +113,9 @@ def guard_recipe(workspace: Path, tmp_path: Path, tokens: Path, *overrides: str)
     return tiny_recipe(workspace, *places, *LONG, *overrides)
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in run.record_path.read_text().splitlines()]
-    return [line for line in lines if line.get("event") == kind]
-
-
 @pytest.fixture(scope="module")
 def rolled_back(workspace: Path, poisoned: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = guard_recipe(workspace, tmp_path_factory.mktemp("back"), poisoned, "train.guard.policy=rollback")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return trained(guard_recipe(workspace, tmp_path_factory.mktemp("back"), poisoned, "train.guard.policy=rollback"))
 
 
 def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, rolled_back: Run) -> None:
@@ -142,9 +141,7 @@ def test_bad_data_is_found_named_and_skipped(workspace: Path, tmp_path: Path, ro
     clean = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.guard.policy=rollback")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpikeDetector, "check", lambda self, step, *rest: "injected" if step in spikes else None)
-        train(clean)
-    other = Run.open(clean.run_dir)
-    assert losses(other) == losses(run)
+        assert losses(trained(clean)) == losses(run)
 
 
 def test_a_crash_after_a_rollback_loses_nothing(
@@ -158,20 +155,11 @@ def test_a_crash_after_a_rollback_loses_nothing(
 
 def test_policy_skip_skips_the_update(workspace: Path, tmp_path: Path, poisoned: Path) -> None:
     recipe = guard_recipe(workspace, tmp_path, poisoned, "train.guard.policy=skip", "train.steps=60")
-    weights: dict[int, torch.Tensor] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        original = ParallelModel.update_expert_bias
-
-        def record_weights(self: ParallelModel) -> None:
-            original(self)
-            weights[len(weights)] = next(self.model.parameters()).detach().clone()
-
-        patch.setattr(ParallelModel, "update_expert_bias", record_weights)
-        train(recipe)
-    spikes = [event["step"] for event in events(Run.open(recipe.run_dir), "spike")]
-    assert set(spikes) == set(GARBAGE)
-    for step in range(1, 60):
-        assert torch.equal(weights[step], weights[step - 1]) == (step in spikes)
+    weights: list[torch.Tensor] = []  # before each update
+    hooks = TrainerHooks(on_gradients=lambda model: weights.append(next(model.model.parameters()).detach().clone()))
+    spikes = {event["step"] for event in events(trained(recipe, hooks), "spike")}
+    assert spikes == set(GARBAGE)
+    assert {step for step, pair in enumerate(pairwise(weights)) if torch.equal(*pair)} == spikes
 
 
 def test_a_recipe_says_how_far_off_an_outlier_is_and_policy_warn_changes_nothing(
@@ -180,9 +168,9 @@ def test_a_recipe_says_how_far_off_an_outlier_is_and_policy_warn_changes_nothing
     spikes, found = [], []
     for options in ([], ["train.guard.threshold=1e9"]):
         recipe = guard_recipe(workspace, tmp_path / str(len(spikes)), poisoned, "train.steps=76", *options)
-        train(recipe)
-        spikes.append({event["step"] for event in events(Run.open(recipe.run_dir), "spike")})
-        found.append(losses(Run.open(recipe.run_dir)))
+        run = trained(recipe)
+        spikes.append({event["step"] for event in events(run, "spike")})
+        found.append(losses(run))
     assert spikes[0] & {*NEWLINES}
     assert spikes[0] & {*GARBAGE}
     assert spikes[1] == set()
@@ -191,28 +179,21 @@ def test_a_recipe_says_how_far_off_an_outlier_is_and_policy_warn_changes_nothing
 
 @pytest.fixture(scope="module")
 def clean(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = guard_recipe(workspace, tmp_path_factory.mktemp("clean"), workspace / "tokens", "train.steps=30")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return trained(guard_recipe(workspace, tmp_path_factory.mktemp("clean"), workspace / "tokens", "train.steps=30"))
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_non_finite_step_is_repeated_before_its_data_is_skipped(
-    times: int, workspace: Path, tmp_path: Path, clean: Run, monkeypatch: pytest.MonkeyPatch
+    times: int, workspace: Path, tmp_path: Path, clean: Run
 ) -> None:
     recipe = guard_recipe(workspace, tmp_path, workspace / "tokens", "train.steps=30", "train.guard.policy=rollback")
-    remaining, current_step = [times], [0]
-    original = ParallelModel.clip_grad_norm_
+    steps: list[int] = []
 
-    def clip(self: ParallelModel, max_norm: float) -> torch.Tensor:
-        if current_step[0] == 17 and remaining[0]:
-            remaining[0] -= 1
-            next(iter(self.model.parameters())).grad.fill_(math.nan)  # type: ignore[union-attr]
-        return original(self, max_norm)
+    def spoil(model: ParallelModel) -> None:
+        if steps[-1] == 17 and steps.count(17) <= times:
+            next(model.model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
 
-    monkeypatch.setattr(ParallelModel, "clip_grad_norm_", clip)
-    train(recipe, hooks=TrainerHooks(on_batch=lambda batch: current_step.__setitem__(0, batch.step)))
-    run = Run.open(recipe.run_dir)
+    run = trained(recipe, TrainerHooks(on_batch=lambda batch: steps.append(batch.step), on_gradients=spoil))
     if times == 1:
         assert losses(run) == losses(clean)
     else:
@@ -240,3 +221,81 @@ def test_all_ranks_decide_the_same(workspace: Path, tmp_path: Path, poisoned: Pa
     assert [spikes[0] in GARBAGE, spikes[1] in NEWLINES, len(spikes)] == [True, True, 2]
     skipped = {step for first in spikes for step in range(first - DETECTION_DELAY, first - DETECTION_DELAY + 8)}
     assert set(losses(run)) == set(range(90)) - skipped
+
+
+class FakeDataset:
+    """Records the samples whose documents are looked up: each lookup reads two files of a shard."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def documents(self, start: int, stop: int) -> list[DocumentSpan]:
+        self.read += range(start, stop)
+        return [DocumentSpan(sample, f"{sample:04x}", "web", "", "s-0", 0, 0, 9) for sample in range(start, stop)]
+
+
+def handle_spike(rank: int, batch: tuple[int, int]) -> tuple[FakeDataset, list[dict[str, Any]]]:
+    dataset, events = FakeDataset(), []
+    record: Any = SimpleNamespace(event=lambda kind, **values: events.append({"event": kind, **values}))
+    objective = SimpleNamespace(name="pretrain")
+    job: Any = SimpleNamespace(
+        recipe=SimpleNamespace(train=SimpleNamespace(objective=objective)),
+        guard=SimpleNamespace(check=lambda *_: "loss 9", recipe=SimpleNamespace(policy="warn")),
+        model=SimpleNamespace(loss_scaler=None),
+        mesh=SimpleNamespace(rank=rank),
+        recorder=SimpleNamespace(record=record),
+        run=SimpleNamespace(directory="runs/a"),
+    )
+    result: Any = SimpleNamespace(loss=9.0, grad_norm=1.0, layer_norms=[])
+    stage = SimpleNamespace(dataset=dataset, first_step=0)
+    step: Any = SimpleNamespace(step=7, stage=stage, sample_range=batch)
+    assert SpikePolicy(job, Progress()).decide(step, result) == "update"
+    return dataset, events
+
+
+@pytest.mark.parametrize("rank", [1, 7])
+def test_only_rank_0_looks_up_the_documents_of_a_spike(rank: int) -> None:
+    dataset, events = handle_spike(rank, (0, 1024))
+    assert dataset.read == []
+    assert events == []  # every rank sees the same spike, so only the record of rank 0 has it
+
+
+def test_a_spike_in_a_large_batch_reads_a_bounded_sample_of_it() -> None:
+    dataset, [event] = handle_spike(0, (4096, 8192))
+    assert len(dataset.read) == MAX_SAMPLES_READ
+    assert set(dataset.read) <= set(range(4096, 8192))
+    assert max(dataset.read) - min(dataset.read) > 4000  # over the full batch, not its first rows
+    assert event["documents"]
+
+
+def test_all_documents_of_a_small_batch_are_named() -> None:
+    dataset, [event] = handle_spike(0, (8, 16))
+    assert dataset.read == list(range(8, 16))
+    assert {document["gid"] for document in event["documents"]} == {f"{sample:04x}" for sample in range(8, 16)}
+
+
+@pytest.mark.parametrize("factor", [1000.0, math.nan], ids=["spike", "not finite"])
+def test_the_event_of_a_spike_has_the_gradient_norm_of_each_layer(
+    workspace: Path, tmp_path: Path, factor: float
+) -> None:
+    """The gradient of layer 1 is wrong at one step: the event shows which layer, before clipping."""
+    steps = iter(range(100))
+
+    def spoil(model: ParallelModel) -> None:
+        if next(steps) == 40:
+            for name, weight in model.model.named_parameters():
+                if name.startswith("layers.1.") and weight.grad is not None:
+                    weight.grad *= factor
+
+    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=42", "checkpoint.every=100 steps")
+    if math.isnan(factor):
+        with pytest.raises(Z2aError, match="step 40"):
+            train(recipe, TrainerHooks(on_gradients=spoil))
+        [event] = events(Run.open(recipe.run_dir), "not finite")
+        assert event["layer_norms"][1] is None
+        assert event["layer_norms"][0] > 0
+    else:
+        train(recipe, TrainerHooks(on_gradients=spoil))
+        [event] = [one for one in events(Run.open(recipe.run_dir), "spike") if one["step"] == 40]
+        first, second = event["layer_norms"]
+        assert second > 100 * first > 0

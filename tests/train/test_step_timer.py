@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conftest import tiny_recipe
+from tests.parallel.helpers import make_model, small_config
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.cluster.launch.heartbeat import Heartbeat
 from zero2all.model import ModelInputs
 from zero2all.model.blocks import LMHead
 from zero2all.model.z2all import Block
-from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
-from zero2all.recipe import ModelConfig, ParallelRecipe
+from zero2all.parallel import ParallelModel
 from zero2all.train import TrainerHooks, train
 from zero2all.train.components import Checkpointing, StepMetrics
 from zero2all.train.data_loader import DataLoader, HostCopy
@@ -99,9 +99,7 @@ def test_the_parts_add_up_to_the_time_of_a_step(workspace: Path, tmp_path: Path)
         parts = {name: value for name, value in line.items() if name.startswith("time/")}
         assert set(parts) == {f"time/{part}" for part in PARTS}
         assert sum(parts.values()) == pytest.approx(line["step_time"], abs=1e-5)
-        assert line["time/forward"] > 0
-        assert line["time/loss"] > 0
-        assert line["time/backward"] > 0
+        assert all(line[f"time/{part}"] > 0 for part in ("forward", "loss", "backward"))
         assert line["time/communication"] == 0.0
 
 
@@ -113,18 +111,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return fake
 
 
-def slowed(original: Any, clock: FakeClock) -> Any:
+def slowed(original: Any, clock: FakeClock, seconds: float = 1.0) -> Any:
     def slow(*args: Any, **kwargs: Any) -> Any:
-        clock.time += 1
+        clock.time += seconds
         return original(*args, **kwargs)
 
     return slow
 
 
-def slow_batches(original: Any, clock: FakeClock) -> Any:
+def slow_batches(original: Any, clock: FakeClock, seconds: float) -> Any:
     def slow(self: Any) -> Iterator[Any]:
         for batch in original(self):
-            clock.time += 1
+            clock.time += seconds
             yield batch
 
     return slow
@@ -133,34 +131,30 @@ def slow_batches(original: Any, clock: FakeClock) -> Any:
 TRAINED = ("train.steps=6", "checkpoint.every=100 steps", "track.log_every=1", "train.micro_batch_tokens=128")
 
 
-@pytest.mark.parametrize(
-    ("part", "owner", "name", "calls"),
-    [
-        ("data", DataLoader, "__iter__", 1),
-        ("forward", Block, "forward", 4),  # two layers, two micro-batches
-        ("loss", LMHead, "forward", 2),
-        ("backward", Tensor, "backward", 2),
-        ("optimizer", ParallelModel, "clip_grad_norm_", 1),
-        ("optimizer", torch.optim.AdamW, "step", 1),
-        ("logging", StepMetrics, "record", 1),
-        ("other", Heartbeat, "__call__", 1),
-    ],
-)
+SLOWED: list[tuple[Part, Any, str, int]] = [
+    ("data", DataLoader, "__iter__", 1),
+    ("forward", Block, "forward", 4),  # two layers, two micro-batches
+    ("loss", LMHead, "forward", 2),
+    ("backward", Tensor, "backward", 2),
+    ("optimizer", ParallelModel, "clip_grad_norm_", 1),
+    ("optimizer", torch.optim.AdamW, "step", 1),
+    ("logging", StepMetrics, "record", 1),
+    ("other", Heartbeat, "__call__", 1),
+]
+
+
 def test_what_is_slow_is_in_its_part(
-    part: Part,
-    owner: Any,
-    name: str,
-    calls: int,
-    clock: FakeClock,
-    workspace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    clock: FakeClock, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = dict.fromkeys(PARTS, 0.0)
+    for number, (part, owner, name, calls) in enumerate(SLOWED):
+        seconds = 8.0**number  # so that no call can stand for others
+        slow = slow_batches if owner is DataLoader else slowed
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name), clock, seconds))
+        expected[part] += calls * seconds
     times: list[StepTime] = []
-    slow = slow_batches if owner is DataLoader else slowed
-    monkeypatch.setattr(owner, name, slow(getattr(owner, name), clock))
     train(tiny_recipe(workspace, f"out={tmp_path}", *TRAINED), TrainerHooks(on_step=lambda _, own: times.append(own)))
-    assert [own.parts for own in times[1:]] == 5 * [dict.fromkeys(PARTS, 0.0) | {part: calls}]
+    assert [own.parts for own in times[1:]] == 5 * [expected]
 
 
 def test_validation_and_checkpoints_are_not_in_a_step(
@@ -210,15 +204,7 @@ def test_a_gpu_is_read_only_after_the_metrics_of_the_step(
 # Communication
 
 SLOW = 0.3  # seconds
-CONFIG = ModelConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-    max_position_embeddings=16, vocab_size=64,
-)  # fmt: skip
-LAYOUTS = {
-    "ddp": ParallelRecipe(dp_replicate=2),
-    "fsdp": ParallelRecipe(dp_shard=2),
-    "pp": ParallelRecipe(pp=2),
-}
+LAYOUTS = {"ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2}, "pp": {"pp": 2}}
 
 
 @contextmanager
@@ -233,12 +219,11 @@ def waited_for(rank: int, model: ParallelModel) -> Iterator[None]:
 def times_by_layout() -> dict[str, StepTime]:
     times = {}
     wait = dist.Work.wait
-    for name, recipe in LAYOUTS.items():
-        mesh = ParallelMesh(ParallelDims.from_recipe(recipe, 2), torch.device("cpu"))
-        model = ParallelModel(CONFIG, recipe, mesh, seed=0)
+    for name, sizes in LAYOUTS.items():
+        model = make_model(sizes, small_config())
         tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
         timer = StepTimer(HostClock())
-        with timer.watching(model), waited_for(mesh.rank, model):
+        with timer.watching(model), waited_for(model.mesh.rank, model):
             for _ in range(2):
                 timer.restart()
                 with timer.part("backward"):

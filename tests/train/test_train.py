@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,41 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.helpers import crashed, flip_a_bit, losses
 from tests.conftest import tiny_recipe
-from zero2all.base.errors import Interrupted, UsageError, Z2aError
+from tests.train.runs import assert_same_run, ctrl_c_at, events, trained, weights
+from zero2all.base.errors import Interrupted, Z2aError
 from zero2all.evals import evaluate_bpb
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelModel
 from zero2all.recipe import load_recipe
 from zero2all.tokenizer import train_tokenizer
-from zero2all.track import read_steps
-from zero2all.track.record_lines import EventLine
-from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, Trainer, TrainerHooks, trace_step, train
 from zero2all.train.data_loader import Batch
-
-
-def losses(run: Run) -> dict[int, str]:
-    """The recorded losses, digit for digit."""
-    return {step: repr(values["loss"]) for step, values in read_steps(run.record_path).items()}
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return run.load_model().state_dict()
-
-
-def assert_same_run(one: Run, other: Run) -> None:
-    assert losses(one) == losses(other)
-    for name, tensor in weights(one).items():
-        assert torch.equal(tensor, weights(other)[name]), name
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Twelve uninterrupted steps."""
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('uninterrupted')}")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return trained(tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('uninterrupted')}"))
 
 
 def test_training_learns(uninterrupted: Run) -> None:
@@ -57,34 +38,21 @@ def test_training_learns(uninterrupted: Run) -> None:
 
 def test_the_run_directory_rebuilds_the_run(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
     recipe = load_recipe(uninterrupted.directory / "recipe.yaml", [f"out={tmp_path}"])
-    train(recipe)
-    assert_same_run(uninterrupted, Run.open(tmp_path))
+    assert_same_run(uninterrupted, trained(recipe))
 
 
 @pytest.mark.parametrize("crash_at", [2, 4, 7, 11])
 def test_a_crashed_run_resumes_bit_for_bit(crash_at: int, uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
-    class CrashError(Exception):
-        pass
-
-    def crash(batch: Batch) -> None:
-        if batch.step == crash_at:
-            raise CrashError
-
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
-    with pytest.raises(CrashError):
-        train(recipe, hooks=TrainerHooks(on_batch=crash))
+    crashed(recipe, crash_at)
     assert train(recipe).resumed_at == crash_at // 4 * 4
     assert_same_run(uninterrupted, Run.open(tmp_path))
-
-
-def ctrl_c_at(when: int) -> Callable[[Batch], None]:
-    return lambda batch: signal.raise_signal(signal.SIGINT) if batch.step == when else None
 
 
 def test_ctrl_c_saves_the_current_step(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(Interrupted, match="after step 6 of 12"):
-        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
+        train(recipe, hooks=ctrl_c_at(5))
     assert train(recipe).resumed_at == 6
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
@@ -117,7 +85,7 @@ def test_a_stop_in_deferred_metrics_saves_the_state_of_its_step(
 ) -> None:
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
     with pytest.raises(Interrupted, match="after step 7 of 12"):
-        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(4)))
+        train(recipe, hooks=ctrl_c_at(4))
     assert deferred_steps == [0, 1, 2, 4, 5]
     assert train(recipe).resumed_at == 7
     assert_same_run(uninterrupted, Run.open(tmp_path))
@@ -138,28 +106,35 @@ def test_a_gradient_that_is_not_finite_ends_a_run_before_a_checkpoint_has_it(wor
     assert backwards == list(range(7)), "it was seen one step late"
 
 
-@pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "no manifest", "torn manifest"])
-def test_a_damaged_checkpoint_is_skipped(damage: str, uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(workspace, f"out={tmp_path}", "checkpoint.every=8 steps")
+@pytest.fixture(scope="module")
+def stopped(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 8 and 9, which nobody writes to."""
+    out = tmp_path_factory.mktemp("stopped")
     with pytest.raises(Interrupted):
-        train(recipe, hooks=TrainerHooks(on_batch=ctrl_c_at(8)))
-    run = Run.open(tmp_path)
-    assert run.checkpoints.steps() == [8, 9]
-    shard = next(run.checkpoints.path(9).glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    if damage == "bit":
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-    elif damage == "truncated":
-        shard.write_bytes(data[:-10])
-    elif damage == "missing":
-        shard.unlink()
-    elif damage == "no manifest":
-        (run.checkpoints.path(9) / "manifest.json").unlink()
-    else:
-        (run.checkpoints.path(9) / "manifest.json").write_text('{"kind": "check')
-    (run.checkpoints.directory / "step-00000009.bak").mkdir()  # a stray directory
-    assert train(recipe).resumed_at == 8
+        train(tiny_recipe(workspace, f"out={out}", "checkpoint.every=8 steps"), hooks=ctrl_c_at(8))
+    return out
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "bit": lambda shard, manifest: flip_a_bit(shard),
+    "truncated": lambda shard, manifest: shard.write_bytes(shard.read_bytes()[:-10]),
+    "missing": lambda shard, manifest: shard.unlink(),
+    "no manifest": lambda shard, manifest: manifest.unlink(),
+    "torn manifest": lambda shard, manifest: manifest.write_text('{"kind": "check'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped(
+    damage: str, stopped: Path, uninterrupted: Run, workspace: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    checkpoints = Run.open(tmp_path).checkpoints
+    assert checkpoints.steps() == [8, 9]
+    path = checkpoints.path(9)
+    DAMAGES[damage](next(path.glob("*.distcp")), path / "manifest.json")
+    (checkpoints.directory / "step-00000009.bak").mkdir()  # a stray directory
+    assert train(tiny_recipe(workspace, f"out={tmp_path}", "checkpoint.every=8 steps")).resumed_at == 8
     assert_same_run(uninterrupted, Run.open(tmp_path))
 
 
@@ -168,8 +143,8 @@ def test_only_the_newest_checkpoints_are_kept(uninterrupted: Run) -> None:
 
 
 def test_micro_batches_do_not_change_the_step(uninterrupted: Run, workspace: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(workspace, f"out={tmp_path}", "train.micro_batch_tokens=256"))
-    for step, loss in losses(Run.open(tmp_path)).items():
+    run = trained(tiny_recipe(workspace, f"out={tmp_path}", "train.micro_batch_tokens=256"))
+    for step, loss in losses(run).items():
         assert float(loss) == pytest.approx(float(losses(uninterrupted)[step]), abs=5e-6)
 
 
@@ -195,41 +170,23 @@ def test_settings_changed_on_resume_are_applied(workspace: Path, tmp_path: Path)
     """Two runs that differ only in a setting changed on resume must differ in their weights."""
     for name in "ab":
         with pytest.raises(Interrupted):
-            train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), hooks=TrainerHooks(on_batch=ctrl_c_at(5)))
+            train(tiny_recipe(workspace, f"out={tmp_path}/{name}"), hooks=ctrl_c_at(5))
     train(tiny_recipe(workspace, f"out={tmp_path}/a"))
     train(tiny_recipe(workspace, f"out={tmp_path}/b", "train.optimizer.weight_decay=9"), extend="as-planned")
     one, other = (weights(Run.open(tmp_path / name)) for name in "ab")
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_refused_run_leaves_the_earlier_one_as_it_was(workspace: Path, tmp_path: Path) -> None:
-    train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=2"))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    with pytest.raises(UsageError):
-        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", "seed=12"))
-    with pytest.raises(UsageError, match="past the 1 asked for"):
-        train(tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1"))
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
-
-
 def test_a_non_finite_loss_stops_the_run_before_the_update(workspace: Path, tmp_path: Path) -> None:
-    def poison(batch: Batch) -> None:
-        if batch.step == 9:
-            for module in torch_modules:
-                module.weight.data.fill_(float("inf"))
+    steps = iter(range(12))
 
-    torch_modules: list[torch.nn.Linear] = []
-    original = Z2all.init_weights
-
-    def remember(self: Z2all, seed: int, device: torch.device | None = None) -> Z2all:
-        torch_modules.append(self.lm_head)
-        return original(self, seed, device)
+    def poison(model: ParallelModel) -> None:
+        if next(steps) == 8:
+            model.model.lm_head.weight.data.fill_(float("inf"))
 
     recipe = tiny_recipe(workspace, f"out={tmp_path}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Z2all, "init_weights", remember)
-        with pytest.raises(Z2aError, match=r"step 9: loss nan.*newest checkpoint is of step 8"):
-            train(recipe, hooks=TrainerHooks(on_batch=poison))
+    with pytest.raises(Z2aError, match=r"step 9: loss nan.*newest checkpoint is of step 8"):
+        train(recipe, hooks=TrainerHooks(on_gradients=poison))
     assert train(recipe).resumed_at == 8
 
 
@@ -260,13 +217,8 @@ def test_a_changed_token_store_is_not_traced(workspace: Path, tmp_path: Path) ->
 def test_fp16_skips_updates_that_overflow(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.parallel.loss_scale.INITIAL_SCALE", 2.0**40)
     recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.precision=fp16", "train.steps=60")
-    train(recipe)
-    run = Run.open(recipe.run_dir)
-    overflows = [
-        line.step
-        for line in read_record_lines(run.record_path)
-        if isinstance(line, EventLine) and line.event == "overflow"
-    ]
+    run = trained(recipe)
+    overflows = [event["step"] for event in events(run, "overflow")]
     values = [float(loss) for loss in losses(run).values()]
     first = next(step for step in range(60) if step not in overflows)
     assert 5 < first < 40

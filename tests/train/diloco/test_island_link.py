@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -117,9 +119,9 @@ def rendezvous() -> Iterator[RendezvousServer]:
     server.stop()
 
 
-def link(rendezvous: RendezvousServer, island: int, islands: int = 2, patience: float = 30) -> NetworkLink:
+def link(rendezvous: RendezvousServer, island: int, islands: int, **options: Any) -> NetworkLink:
     place = IslandPlace(island, islands, rendezvous.endpoint, SECRET)
-    return NetworkLink(place, "run", {"recipe": "r"}, RankGroup(), patience=patience)
+    return NetworkLink(place, "run", {"recipe": "r"}, RankGroup(), patience=30, **options)
 
 
 def together(*functions: object) -> list[object]:
@@ -136,87 +138,81 @@ def together(*functions: object) -> list[object]:
     return results
 
 
-def test_three_islands_get_the_same_parts_in_the_same_order(rendezvous: RendezvousServer) -> None:
-    links = [link(rendezvous, number, islands=3) for number in range(3)]
+@contextmanager
+def started(rendezvous: RendezvousServer, islands: int = 2, **first: Any) -> Iterator[list[NetworkLink]]:
+    """All of them. ``first``: of the first one alone."""
+    links = [link(rendezvous, number, islands, **({} if number else first)) for number in range(islands)]
     together(*[lambda own=own: own.start(-1, "d") for own in links])
+    yield links
+    for own in links:
+        own.close(is_done=False)
+
+
+def test_three_islands_get_the_same_parts_in_the_same_order(rendezvous: RendezvousServer) -> None:
     parts = [torch.full((5,), number, dtype=torch.uint8) for number in range(3)]
-    found = together(
-        *[lambda own=own, part=part: own.exchange(4, -1, part) for own, part in zip(links, parts, strict=False)]
-    )
+    with started(rendezvous, islands=3) as links:
+        found = together(
+            *[lambda own=own, part=part: own.exchange(4, -1, part) for own, part in zip(links, parts, strict=True)]
+        )
     for exchanged in found:
         assert isinstance(exchanged, CompletedExchange)
         assert exchanged.members == [0, 1, 2]
         assert torch.equal(torch.cat(exchanged.parts), torch.cat(parts))
         assert exchanged.bytes == 20
-    for own in links:
-        own.close(is_done=True)
 
 
 def test_a_part_out_of_reach_leaves_its_island_out_and_it_hears_of_that(rendezvous: RendezvousServer) -> None:
     """An island that is alive, and whose ranks nobody can connect to."""
-    one, other = link(rendezvous, 0), link(rendezvous, 1)
-    together(lambda: one.start(-1, "d"), lambda: other.start(-1, "d"))
-    other._server.close()
-    part = torch.ones(5, dtype=torch.uint8)
-    found = together(lambda: one.exchange(4, -1, part), lambda: other.exchange(4, -1, part))
+    with started(rendezvous) as (one, other):
+        other._server.close()
+        part = torch.ones(5, dtype=torch.uint8)
+        found = together(lambda: one.exchange(4, -1, part), lambda: other.exchange(4, -1, part))
     assert isinstance(found[0], CompletedExchange)
     assert found[0].members == [0]
     assert found[1] == "behind"
-    one.close(is_done=False)
-    other.close(is_done=False)
 
 
 def test_an_island_whose_connection_closes_is_not_waited_for(
     rendezvous: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was killed: its connection is closed, with no word of leaving."""
-    monkeypatch.setattr(
-        "zero2all.cluster.launch.islands.quorum.SILENT_AFTER", 1000.0
-    )  # the other rule, which would find it 8 s later
-    one, other = link(rendezvous, 0), link(rendezvous, 1)
-    together(lambda: one.start(-1, "d"), lambda: other.start(-1, "d"))
-    other.close(is_done=False)
-    [found] = together(lambda: one.exchange(4, -1, torch.ones(5, dtype=torch.uint8)))
+    # The other rule, which would find it 8 s later:
+    monkeypatch.setattr("zero2all.cluster.launch.islands.quorum.SILENT_AFTER", 1000.0)
+    with started(rendezvous) as (one, other):
+        other.close(is_done=False)
+        found = one.exchange(4, -1, torch.ones(5, dtype=torch.uint8))
     assert isinstance(found, CompletedExchange)
     assert found.members == [0]
-    one.close(is_done=True)
 
 
 def test_a_process_that_must_stop_does_not_wait_for_others(
     rendezvous: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zero2all.cluster.launch.islands.client.STOP_PATIENCE", 0.2)
-    place, stopping = IslandPlace(0, 2, rendezvous.endpoint, SECRET), threading.Event()
-    one = NetworkLink(place, "run", {"recipe": "r"}, RankGroup(), patience=30, is_stopping=stopping.is_set)
-    other = link(rendezvous, 1)
-    together(lambda: one.start(-1, "d"), lambda: other.start(-1, "d"))
-    stopping.set()
-    assert one.exchange(4, -1, torch.ones(5, dtype=torch.uint8)) == "given up"
-    exchanged = other.exchange(4, -1, torch.ones(5, dtype=torch.uint8))  # goes on without it
-    assert isinstance(exchanged, CompletedExchange)
-    assert exchanged.members == [1]
-    with pytest.raises(Interrupted, match="stopped while waiting"):
-        one.start(-1, "d")
-    one.close(is_done=False)
-    other.close(is_done=False)
+    stopping = threading.Event()
+    with started(rendezvous, is_stopping=stopping.is_set) as (one, other):
+        stopping.set()
+        assert one.exchange(4, -1, torch.ones(5, dtype=torch.uint8)) == "given up"
+        exchanged = other.exchange(4, -1, torch.ones(5, dtype=torch.uint8))  # goes on without it
+        assert isinstance(exchanged, CompletedExchange)
+        assert exchanged.members == [1]
+        with pytest.raises(Interrupted, match="stopped while waiting"):
+            one.start(-1, "d")
 
 
 def test_the_rendezvous_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero2all.cluster.launch.islands.client.RETRY_INTERVAL", 0.05)
     first = RendezvousServer("127.0.0.1", 0, SECRET)
     first.start()
-    links = [link(first, number) for number in range(2)]
-    together(*[lambda own=own: own.start(-1, "d") for own in links])
-    first.stop()
-    second = RendezvousServer("127.0.0.1", first.address.port, SECRET)
-    second.start()
-    part = torch.ones(5, dtype=torch.uint8)
-    found = together(*[lambda own=own: own.exchange(4, -1, part) for own in links])
+    with started(first) as links:
+        first.stop()
+        second = RendezvousServer("127.0.0.1", first.address.port, SECRET)
+        second.start()
+        part = torch.ones(5, dtype=torch.uint8)
+        found = together(*[lambda own=own: own.exchange(4, -1, part) for own in links])
     members = [exchanged.members if isinstance(exchanged, CompletedExchange) else exchanged for exchanged in found]
     # Whoever comes first may find itself alone at the new rendezvous; the other is told then.
     assert members in ([[0, 1], [0, 1]], [[0], "behind"], ["behind", [1]])
-    for own in links:
-        own.close(is_done=False)
     second.stop()
 
 

@@ -12,16 +12,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import tiny_recipe
-from tests.train.diloco.island_runs import island_processes
 from tests.train.diloco.island_threads import SECRET, thread_islands
 from zero2all.base.console import say
-from zero2all.base.environment import JOB_SECRET_VARIABLE
+from zero2all.base.environment import (
+    ISLAND_VARIABLE,
+    ISLANDS_ENDPOINT_VARIABLE,
+    ISLANDS_SECRET_VARIABLE,
+    JOB_SECRET_VARIABLE,
+)
 from zero2all.base.tasks import TaskEngine
 from zero2all.cluster.launch.rendezvous_server import RendezvousServer
 from zero2all.corpus import build_corpus
@@ -207,6 +212,37 @@ def test_an_island_killed_in_the_middle_is_not_waited_for_and_costs_less_than_on
     assert found == pytest.approx(expected, rel=0.01)
 
 
+ISLAND = """
+import sys, time
+from zero2all.recipe import load_recipe
+from zero2all.train import TrainerHooks, train
+from zero2all.train.diloco import islands
+
+islands.START_PATIENCE = 60
+train(load_recipe(sys.argv[1]), hooks=TrainerHooks(on_batch=lambda batch: time.sleep(0.1)))
+"""
+
+
+@contextmanager
+def island_processes(recipe: Recipe, directory: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Islands that train slowly, at one rendezvous of this machine."""
+    server, processes = RendezvousServer("127.0.0.1", 0, SECRET), list[subprocess.Popen[bytes]]()
+    server.start()
+    path = directory / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe), encoding="utf-8")
+    place = {ISLANDS_ENDPOINT_VARIABLE: server.endpoint, ISLANDS_SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"}
+    try:
+        for island in range(recipe.parallel.sync.islands):
+            environment = {**os.environ, **place, ISLAND_VARIABLE: str(island)}
+            processes.append(subprocess.Popen([sys.executable, "-c", ISLAND, str(path)], env=environment))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        server.stop()
+
+
 @pytest.mark.long
 def test_an_island_that_is_silent_is_not_waited_for_and_catches_up_when_it_runs_again(
     workspace: Path, tmp_path: Path
@@ -214,19 +250,17 @@ def test_an_island_that_is_silent_is_not_waited_for_and_catches_up_when_it_runs_
     options = ["train.steps=200", "parallel.sync.islands=2", "parallel.sync.every=5"]
     recipe = tiny_recipe(workspace, f"out={tmp_path}/out", *options)
     record = tmp_path / "out" / "run" / "island-1" / "record.jsonl"
-    with island_processes(tmp_path) as islands:
-        islands.start(recipe, 0, pause=0.1)
-        other = islands.start(recipe, 1, pause=0.1)
+    with island_processes(recipe, tmp_path) as islands:
         deadline = time.monotonic() + 120
         while not (record.exists() and len(read_steps(record)) > 20):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        os.kill(other.pid, signal.SIGSTOP)
+        islands[1].send_signal(signal.SIGSTOP)
         while len(event_times(tmp_path / "out", 0).get("islands", [])) < 2:
             assert time.monotonic() < deadline + 60
             time.sleep(0.1)
-        os.kill(other.pid, signal.SIGCONT)
-        islands.wait()
+        islands[1].send_signal(signal.SIGCONT)
+        assert [process.wait(200) for process in islands] == [0, 0]
     assert longest_step(tmp_path / "out", 0) < 10
     assert len(event_times(tmp_path / "out", 1)["caught up"]) == 1
     one, other_weights = (Run.open(tmp_path / f"out/run/island-{n}").load_model().state_dict() for n in range(2))

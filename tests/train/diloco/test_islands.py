@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.conftest import tiny_recipe
-from tests.train.diloco.island_threads import ThreadIslands, thread_islands
+from tests.train.diloco.island_threads import IslandThread, ThreadIslands, thread_islands
+from tests.train.runs import weights
 from zero2all.base.errors import Interrupted, RecipeError, UsageError
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.track import read_steps
@@ -19,7 +20,6 @@ from zero2all.track.record_lines import EventLine
 from zero2all.track.run_record import read_record_lines
 from zero2all.train import Run, TrainerHooks, train
 from zero2all.train.data_loader import Batch
-from zero2all.train.trainer import Trainer
 
 DILOCO = ["parallel.sync.islands=2", "parallel.sync.every=4"]
 STREAMING = ["parallel.sync.fragments=2", "parallel.sync.overlap=2"]
@@ -38,10 +38,6 @@ def recipe_of(workspace: Path, out: Path, *options: str) -> Recipe:
 
 def run_of(out: Path, island: int) -> Run:
     return Run.open(out / "run" / f"island-{island}")
-
-
-def weights(run: Run) -> dict[str, Tensor]:
-    return run.load_model().state_dict()
 
 
 def saved_tensors(run: Run, step: int) -> dict[str, Tensor]:
@@ -110,17 +106,25 @@ class Killed(Exception):
     """Stands for SIGKILL: no state is saved, the connection is closed."""
 
 
-def stop_at(trainers: dict[int, Trainer], step: int) -> Any:
-    """Ctrl-C at the same step on all islands."""
+def stopping(islands: ThreadIslands, recipe: Recipe, island: int, step: int) -> IslandThread:
+    """Gets a Ctrl-C at a step."""
 
-    def hooks(island: int) -> TrainerHooks:
-        def on_batch(batch: Batch) -> None:
-            if batch.step == step:
-                trainers[island].progress.stop_event.set()
+    def on_batch(batch: Batch) -> None:
+        if batch.step == step:
+            made.trainer.progress.stop_event.set()
 
-        return TrainerHooks(on_batch=on_batch)
+    made = islands.make(recipe, island, TrainerHooks(on_batch=on_batch))
+    return made
 
-    return hooks
+
+def stop_all(islands: ThreadIslands, recipe: Recipe, step: int) -> None:
+    """At the same step."""
+    made = [stopping(islands, recipe, number, step) for number in range(2)]
+    for island in made:
+        island.start()
+    for island in made:
+        with pytest.raises(Interrupted):
+            island.end()
 
 
 RESUMED = [*STREAMING, "parallel.sync.every=6", "checkpoint.every=50 steps"]
@@ -139,14 +143,7 @@ def test_islands_that_all_stop_and_resume_are_bitwise_those_that_never_did(
     when: int, workspace: Path, tmp_path: Path, islands: ThreadIslands, never_stopped: Path
 ) -> None:
     recipe = recipe_of(workspace, tmp_path, *RESUMED)
-    trainers: dict[int, Trainer] = {}
-    made = [islands.make(recipe, number, stop_at(trainers, when)(number)) for number in range(2)]
-    trainers |= {number: island.trainer for number, island in enumerate(made)}
-    for island in made:
-        island.start()
-    for island in made:
-        with pytest.raises(Interrupted):
-            island.end()
+    stop_all(islands, recipe, when)
     islands.train(recipe)
     for number in range(2):
         one, other = run_of(never_stopped, number), run_of(tmp_path, number)
@@ -158,14 +155,7 @@ def test_fragments_may_change_while_an_exchange_is_outstanding(
     workspace: Path, tmp_path: Path, islands: ThreadIslands
 ) -> None:
     recipe = recipe_of(workspace, tmp_path, *RESUMED)
-    trainers: dict[int, Trainer] = {}
-    made = [islands.make(recipe, number, stop_at(trainers, 3)(number)) for number in range(2)]
-    trainers |= {number: island.trainer for number, island in enumerate(made)}
-    for island in made:
-        island.start()
-    for island in made:
-        with pytest.raises(Interrupted):
-            island.end()
+    stop_all(islands, recipe, 3)
     before = run_of(tmp_path, 0).checkpoints.read_state(4).islands
     assert before is not None
     assert before.merge_at == 5
@@ -216,18 +206,14 @@ def test_a_stop_is_that_of_one_island_and_the_others_train_on(
     workspace: Path, tmp_path: Path, islands: ThreadIslands
 ) -> None:
     recipe = recipe_of(workspace, tmp_path, "checkpoint.every=50 steps")
-    trainers: dict[int, Trainer] = {}
     may_end = threading.Event()
 
     def wait(batch: Batch) -> None:
         if batch.step == 9:
             assert may_end.wait(60)
 
-    stopped = islands.make(recipe, 0, stop_at(trainers, 5)(0))
-    other = islands.make(recipe, 1, TrainerHooks(on_batch=wait))
-    trainers[0] = stopped.trainer
-    stopped.start()
-    other.start()
+    stopped = stopping(islands, recipe, 0, 5).start()
+    other = islands.make(recipe, 1, TrainerHooks(on_batch=wait)).start()
     with pytest.raises(Interrupted):
         stopped.end()
     [training] = islands.server.islands.by_name.values()

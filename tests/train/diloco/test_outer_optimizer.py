@@ -48,6 +48,13 @@ def train_a_little(model: nn.Module, seed: int, size: float = 0.1) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
+def exchange(outers: list[OuterOptimizer]) -> None:
+    parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
+    for outer in outers:
+        outer.update(0, parts)
+        outer.merge(0)
+
+
 def outer_of(model: nn.Module, **options: object) -> OuterOptimizer:
     return OuterOptimizer(model, 3, SyncRecipe(islands=2, **options))
 
@@ -88,8 +95,7 @@ def test_what_rounding_leaves_out_is_sent_later() -> None:
         before = flat(model).clone()
         train_a_little(model, number, size=0.01)
         expected += flat(model) - before
-        outer.update(0, [outer.encode(0, outer.start_exchange(0))])
-        outer.merge(0)
+        exchange([outer])
         assert fragment.residual.abs().max() <= 0.05 / 127  # half a step of the largest change
         assert torch.allclose(flat(model) - fragment.residual, expected, atol=1e-5)
 
@@ -101,10 +107,7 @@ def test_without_momentum_and_with_lr_1_it_is_the_average_of_the_weights() -> No
         for number, model in enumerate(models):
             train_a_little(model, 10 * step + number)
         mean = torch.stack([flat(model) for model in models]).mean(dim=0)
-        parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
-        for outer in outers:
-            outer.update(0, parts)
-            outer.merge(0)
+        exchange(outers)
         for model in models:
             assert torch.allclose(flat(model), mean, atol=1e-6, rtol=0)
             assert torch.equal(flat(model), flat(models[0]))
@@ -120,10 +123,7 @@ def test_the_outer_step_is_nesterov_sgd_of_torch() -> None:
             train_a_little(model, 10 * step + number)
         expected.grad = expected.detach() - torch.stack([flat(model) for model in models]).mean(dim=0)
         optimizer.step()
-        parts = [outer.encode(0, outer.start_exchange(0)) for outer in outers]
-        for outer in outers:
-            outer.update(0, parts)
-            outer.merge(0)
+        exchange(outers)
         assert torch.allclose(flat(models[1]), expected.detach(), atol=1e-5)
 
 

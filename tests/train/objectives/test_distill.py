@@ -79,18 +79,22 @@ def test_the_recorded_loss_is_that_of_the_right_tokens(workspace: Path, teacher:
     assert with_teacher[2] != without[2]
 
 
-def test_the_teacher_is_asked_once(
-    workspace: Path, teacher: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = student(workspace, teacher, tmp_path, "train.steps=3")
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows that the teacher is asked for."""
+    found: list[int] = []
     original = Teacher.likeliest
 
     def count(self: Teacher, *args: Any) -> Any:
-        asked.append(len(args[0]))
+        found.append(len(args[0]))
         return original(self, *args)
 
     monkeypatch.setattr(Teacher, "likeliest", count)
+    return found
+
+
+def test_the_teacher_is_asked_once(workspace: Path, teacher: Run, tmp_path: Path, asked: list[int]) -> None:
+    recipe = student(workspace, teacher, tmp_path, "train.steps=3")
     train(recipe)
     assert sum(asked) == 3 * 8
     again = recipe.model_copy(update={"run": "again"})
@@ -100,17 +104,9 @@ def test_the_teacher_is_asked_once(
 
 
 def test_the_cache_of_a_different_context_is_not_read(
-    workspace: Path, teacher: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, teacher: Run, tmp_path: Path, asked: list[int]
 ) -> None:
     """The same rows with and without a document mask: the teacher sees different tokens before each."""
-    asked: list[int] = []
-    original = Teacher.likeliest
-
-    def count(self: Teacher, *args: Any) -> Any:
-        asked.append(len(args[0]))
-        return original(self, *args)
-
-    monkeypatch.setattr(Teacher, "likeliest", count)
     runs = {}
     for name, out, mask in (("plain", "one", False), ("masked", "one", True), ("alone", "two", True)):
         recipe = student(workspace, teacher, tmp_path / out, "train.steps=2", f"train.document_mask={mask}".lower())
