@@ -33,6 +33,12 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_certain() -> No
     assert stream.stopped
 
 
+def test_the_text_ends_before_the_first_stop_string() -> None:
+    out, stream = pieces("一二三四".encode(), ["四", "二三", "三"], size=100)
+    assert "".join(out) == "一"
+    assert stream.stopped
+
+
 @settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([b"a", b"b", "中".encode(), "😀".encode(), b"\xe4", b"\x80", b"\xf0\x9f", b"\xff"])),
