@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from tests.experiments.helpers import experiment, mixture_search, variant
-from tests.track.browser import browser, watching
+from tests.track.browser import browser, cleaned, complaints, watching
 from tests.track.runs import opened, recording
 from zero2all.base.io import write_record
 from zero2all.track.eval_record import EvalLine, append_evals
@@ -84,15 +84,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def page(chromium: Any) -> Iterator[Any]:
-    """One browser for all tests; nothing that a page has stored or said is left for the next."""
-    yield chromium
-    chromium.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
-    chromium.get("about:blank")
-    chromium.get_log("browser")
-
-
-def no_complaints(page: Any) -> None:
-    assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+    with cleaned(chromium) as clean:
+        yield clean
 
 
 @contextmanager
@@ -101,7 +94,7 @@ def shown(page: Any, directory: Path, state: str = "") -> Iterator[str]:
     with watching(directory) as (url, _):
         page.get(url + state)
         yield url
-        no_complaints(page)
+        assert complaints(page) == []
         page.get("about:blank")  # else it would complain that the server ends
 
 
@@ -248,7 +241,7 @@ def test_a_report_opens_without_a_server(page: Any, trained: Path, tmp_path: Pat
     page.get((tmp_path / "report.html").as_uri())
     until(page, INK, "loss")
     assert "80 / 80" in text_of(page, ".metrics")
-    no_complaints(page)
+    assert complaints(page) == []
 
 
 def write_run(directory: Path, loss: float, *sources: str) -> None:
@@ -342,7 +335,7 @@ def take_picture(page: Any, address: str, charts: Sequence[str], path: Path) -> 
     wide = page.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0, "nothing sticks out"
     assert page.save_screenshot(str(Path(os.environ.get("Z2A_SCREENSHOTS", path.parent)) / path.name))
-    no_complaints(page)
+    assert complaints(page) == []
 
 
 @pytest.mark.parametrize(
