@@ -15,8 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_recipe
-from tests.experiments.helpers import result
-from tests.experiments.test_runner import Training, training  # noqa: F401
+from tests.experiments.helpers import Training, result
 from zero2all.base.charts.svg import line_svg
 from zero2all.base.charts.terminal import line_text
 from zero2all.base.errors import UsageError
@@ -44,11 +43,7 @@ def recipe(workspace: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def search(
-    recipe: Path,
-    training: Training,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., Result]:
+def search(recipe: Path, training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """``z2a compare``, with results that depend on the mixture of the variant."""
     noise = np.random.default_rng(3)
 
@@ -194,9 +189,7 @@ def test_the_record_has_the_fit(search: Callable[..., Result], tmp_path: Path) -
 
 
 def test_a_stopped_search_is_resumed_and_another_target_needs_no_runs(
-    search: Callable[..., Result],
-    training: Training,  # noqa: F811
-    tmp_path: Path,
+    search: Callable[..., Result], training: Training, tmp_path: Path
 ) -> None:
     training.script = lambda name: "exit 0" if len(training.calls) < 4 else "echo 'error: no memory'; exit 1"
     done = search("--mixtures", 7, "--target", "en=1")
