@@ -68,11 +68,15 @@ def headings(page: str) -> list[tuple[int, str]]:
 
 
 def code(page: str) -> list[tuple[str, str]]:
-    """The blocks of a page without comments and texts in quotes, which are written in its language."""
+    """The blocks of a page without comments and texts in quotes, which are written in its language.
+
+    Nor with spaces inside brackets: the formatter breaks a line by the width of its texts.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = re.findall(r"^```(sh|python|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     stripped = [(language, re.sub(r"(^|\s+)#.*", "", block, flags=re.MULTILINE)) for language, block in found]
-    return [(language, " ".join(re.sub(r'"[^"\n]*"', '""', block).split())) for language, block in stripped]
+    words = [(language, " ".join(re.sub(r'"[^"\n]*"', '""', block).split())) for language, block in stripped]
+    return [(language, re.sub(r"(?<=[(\[{]) | (?=[)\]}])", "", block)) for language, block in words]
 
 
 def structure(page: str) -> dict[str, object]:
