@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,9 @@ from zero2all.corpus import build_corpus
 from zero2all.recipe import Recipe, parse_recipe
 from zero2all.tokenizer import train_tokenizer
 from zero2all.tokens import build_tokens
+
+if TYPE_CHECKING:
+    from zero2all.train import Run
 
 ENGLISH = "the model reads a line of text and then it says what comes next because small steps make long roads"
 CHINESE = "春眠不觉晓 处处闻啼鸟 夜来风雨声 花落知多少 白日依山尽 黄河入海流 欲穷千里目 更上一层楼"
@@ -137,6 +141,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
     build_tokens(recipe.tokens, recipe.documents_dir, recipe.tokenizer_dir, recipe.tokens_dir)
     return root
+
+
+@pytest.fixture(scope="session")
+def tiny_run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of the tiny recipe, with checkpoints of steps 8 and 12. Tests read it."""
+    from tests.runs import train_run
+
+    return train_run(workspace, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from zero2all.base.errors import Z2aError
 from zero2all.base.io import atomic_dir, atomic_path, disk_full_error, write_text
 from zero2all.cli.main import app
 from zero2all.recipe import recipe_yaml
-from zero2all.train import train
+from zero2all.train import Run, train
 
 
 @pytest.fixture
@@ -55,14 +55,12 @@ def expect(error: str, place: Path, mount: Path | None = None) -> None:
     assert "\n" not in error
 
 
-def test_export(workspace: Path, tmp_path: Path, small: Path) -> None:
-    recipe = tiny_recipe(workspace, f"out={tmp_path}/out", "train.steps=1")
-    train(recipe)
-    code, error = z2a("export", recipe.run_dir, "--to", small / "hf")
+def test_export(tiny_run: Run, tmp_path: Path, small: Path) -> None:
+    code, error = z2a("export", tiny_run.directory, "--to", small / "hf")
     assert code == 1
     expect(error, small / "hf", small)
     assert os.listdir(small) == []
-    assert z2a("export", recipe.run_dir, "--to", tmp_path / "hf")[0] == 0
+    assert z2a("export", tiny_run.directory, "--to", tmp_path / "hf")[0] == 0
 
 
 def test_tokenizer_train(workspace: Path, tmp_path: Path, small: Path) -> None:

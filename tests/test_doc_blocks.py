@@ -212,17 +212,3 @@ def test_fewer_than_a_tenth_of_the_blocks_have_a_command_that_is_not_run() -> No
     ]
     assert marked, "the list of commands that are not run is empty: remove this test"
     assert len(marked) < len(blocks) / 10, f"{len(marked)} of {len(blocks)}"
-
-
-def code(path: Path) -> list[tuple[str, str]]:
-    """The blocks of a page without comments and texts in quotes, which are written in its language."""
-    text = path.read_text(encoding="utf-8")
-    found = re.findall(r"^```(sh|python|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    stripped = [(language, re.sub(r"(^|\s+)#.*", "", block, flags=re.MULTILINE)) for language, block in found]
-    return [(language, " ".join(re.sub(r'"[^"\n]*"', '""', block).split())) for language, block in stripped]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
-def test_the_chinese_page_has_the_same_commands(page: Page) -> None:
-    path = ROOT / page.path
-    assert code(path) == code(path.with_suffix(".zh-CN.md"))

@@ -67,6 +67,18 @@ def headings(page: str) -> list[tuple[int, str]]:
     return [(len(marks), text) for marks, text in re.findall(r"^(#{1,6}) +(.+?) *$", prose(page), re.MULTILINE)]
 
 
+def code(page: str) -> list[tuple[str, str]]:
+    """The blocks of a page without comments and texts in quotes, which are written in its language.
+
+    Nor with spaces inside brackets: the formatter breaks a line by the width of its texts.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```(sh|python|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    stripped = [(language, re.sub(r"(^|\s+)#.*", "", block, flags=re.MULTILINE)) for language, block in found]
+    words = [(language, " ".join(re.sub(r'"[^"\n]*"', '""', block).split())) for language, block in stripped]
+    return [(language, re.sub(r"(?<=[(\[{]) | (?=[)\]}])", "", block)) for language, block in words]
+
+
 def structure(page: str) -> dict[str, object]:
     """What both languages of a page have in common."""
     text = prose(page)
@@ -77,6 +89,7 @@ def structure(page: str) -> dict[str, object]:
         "blocks": len(FENCE.findall((ROOT / page).read_text(encoding="utf-8"))),
         "images": text.count("!["),
         "items": len(re.findall(r"^ *[-*] ", text, re.MULTILINE)),
+        "code": code(page),
         "generated": sorted(re.findall(r"<!-- generated: (\S+) -->", text)),
     }
 
@@ -123,7 +136,7 @@ def test_imports_of_examples_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAIRS)
-def test_both_languages_have_the_same_structure(page: str) -> None:
+def test_both_languages_have_the_same_structure_and_commands(page: str) -> None:
     assert structure(page) == structure(page.replace(".md", ".zh-CN.md"))
 
 

@@ -88,22 +88,13 @@ def test_a_directory_is_a_source_of_its_own_name(tmp_path: Path) -> None:
     assert [source.paths for source in recipe.corpus.sources] == [[str(folder)] for folder in folders]
 
 
+def finished(quality: StoryQuality | None, *samples: GeneratedSample) -> QuickstartResult:
+    return QuickstartResult("out", 1, 1, 1, 1, 2, 600, 1.0, None, quality, [*samples], {})
+
+
 def test_what_to_do_next_are_commands_for_this_run() -> None:
     quality = StoryQuality(200, 1500, 0.943, 0.61, 90, 0.75)
-    result = QuickstartResult(
-        "out",
-        1,
-        1,
-        1,
-        1,
-        2,
-        600,
-        1.0,
-        None,
-        quality,
-        [GeneratedSample("", "Once."), GeneratedSample("Tom", " sat.")],
-        {},
-    )
+    result = finished(quality, GeneratedSample("", "Once."), GeneratedSample("Tom", " sat."))
     text = summary_text(result)
     assert "\nOnce.\n" in text
     assert "\nTom▸ sat.\n" in text
@@ -118,7 +109,7 @@ def test_what_to_do_next_are_commands_for_this_run() -> None:
 def test_long_samples_are_wrapped_between_words() -> None:
     texts = ["One sunny morning, Mia was playing in the garden. " * 6, "从前，山坡上住着一只小兔。" * 20, "a\n\nb"]
     samples = [GeneratedSample("", text.strip()) for text in texts]
-    lines = summary_text(QuickstartResult("out", 1, 1, 1, 1, 2, 600, 1.0, None, None, samples, {})).split("\n")
+    lines = summary_text(finished(None, *samples)).split("\n")
     first, second, third = (lines.index(line) for line in lines if line.startswith("── sample"))
     assert max(map(cell_len, lines[first:third])) <= 100
     assert " ".join(lines[first + 1 : second]) == texts[0].strip()

@@ -204,18 +204,6 @@ def test_every_exported_name_is_on_the_page_with_a_summary(package: str) -> None
         assert SENTENCE.fullmatch(summary) or summary.startswith("`"), f"{name}: {summary!r}"
 
 
-def test_links_between_pages_and_to_headings_exist() -> None:
-    anchors = {}
-    for path in REFERENCE.glob("*.md"):
-        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        anchors[path.name] = {re.sub(r"[^a-z0-9_ -]", "", one.lower()).replace(" ", "-") for one in headings}
-    for name in anchors:
-        for file, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", read(name)):
-            assert (REFERENCE / (file or name)).exists(), f"{name}: {file}"
-            if (target := file or name) in anchors and anchor:
-                assert anchor in anchors[target], f"{name}: {file}#{anchor}"
-
-
 def test_pages_name_no_place_of_this_machine() -> None:
     for path in REFERENCE.glob("*.md"):
         text = read(path.name)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-import zero2all
+from tests.test_structure import Function, modules, nodes
 
-SOURCE = Path(zero2all.__file__).parent
 MAX_FUNCTION_LINES = 70
 
 
+def lines_of(node: ast.AST) -> int:
+    assert isinstance(node, Function)
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
 def test_no_function_is_longer_than_70_lines() -> None:
-    lengths = {
-        f"{path.relative_to(SOURCE)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+    found = [(name, node) for name, node in nodes(Function) if lines_of(node) > MAX_FUNCTION_LINES]
+    assert [f"{name}:{node.lineno}" for name, node in found if isinstance(node, Function)] == []
 
 
 def test_a_training_step_is_at_most_40_lines() -> None:
-    [step] = [
-        node
-        for node in ast.walk(ast.parse((SOURCE / "train" / "trainer.py").read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name == "train_step"
-    ]
-    assert (step.end_lineno or 0) - step.lineno + 1 <= 40
+    functions = [node for node in ast.walk(modules()["train/trainer.py"]) if isinstance(node, Function)]
+    [step] = [node for node in functions if node.name == "train_step"]
+    assert lines_of(step) <= 40

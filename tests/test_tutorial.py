@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_pages import ROOT, Page, Sandbox, foreign_lines, sandbox
+from tests.doc_pages import Page, Sandbox, foreign_lines, sandbox
 from tests.interrupted import answers
-from tests.test_doc_blocks import Blocks, code
-from tests.test_reference import all_commands, schema_keys
+from tests.test_doc_blocks import Blocks
 from zero2all.storyworld import LANGUAGES, generate_stories
 
 STORIES = 1500  # per language; the quickstart keeps a file of stories that exists
@@ -45,41 +44,7 @@ def commands() -> list[str]:
     return [line for block in Blocks(PAGE).sources("sh") for line in block.splitlines()]
 
 
-def mistakes(command: str) -> list[str]:
-    """Words of a command line that z2a does not know: subcommands, flags, recipe keys."""
-    known, keys = dict(all_commands()), dict(schema_keys())
-    name, *rest = shlex.split(command)
-    while rest and f"{name} {rest[0]}" in known:
-        name += f" {rest.pop(0)}"
-    if name not in known or hasattr(known[name], "commands"):
-        return [command]
-    flags = {flag for one in known[name].params for flag in (*one.opts, *one.secondary_opts)}
-    overrides = [match[1] for word in rest if (match := re.match(r"([a-z_.]+)=", word))]
-    return [word for word in rest if word.startswith("-") and word not in flags] + [
-        key for key in overrides if key not in keys
-    ]
-
-
-def test_every_command_flag_and_key_of_the_tutorial_exists() -> None:
-    assert [word for command in commands() for word in mistakes(command)] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "word"),
-    [
-        ("z2a quickstart --output runs/first", "--output"),
-        ("z2a train runs/first model.layers=3", "model.layers"),
-        ("z2a eval runs/first", "z2a eval runs/first"),
-        ("z2a plot runs/first", "z2a plot runs/first"),
-    ],
-)
-def test_a_command_line_with_an_unknown_word_is_found(command: str, word: str) -> None:
-    assert mistakes(command) == [word]
-
-
-def test_both_languages_have_the_same_commands() -> None:
-    path = ROOT / PAGE.path
-    assert code(path) == code(path.with_suffix(".zh-CN.md"))
+def test_what_is_run_in_another_size_is_on_the_page() -> None:
     assert all(printed in "\n".join(commands()) for printed in PAGE.changes)
 
 

@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import tiny_recipe
 from zero2all.base.errors import Z2aError
 from zero2all.cli.documents_process import DocumentsProcess
-from zero2all.train import train
+from zero2all.train import Run
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('documents')}")
-    train(recipe)
-    return recipe.run_dir
+def run(tiny_run: Run) -> Path:
+    return tiny_run.directory
 
 
 @pytest.fixture(scope="module")

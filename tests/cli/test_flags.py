@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_recipe
 from zero2all.cli.main import app
 from zero2all.corpus.filters.quality_classifier import load_quality_model
-from zero2all.train import train
+from zero2all.train import Run
 
 
 def z2a(*words: object) -> Result:
@@ -24,10 +23,8 @@ def z2a(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('flags')}", "train.steps=4")
-    train(recipe)
-    return recipe.run_dir
+def run(tiny_run: Run) -> Path:
+    return tiny_run.directory
 
 
 def test_export_in_bf16(run: Path, tmp_path: Path) -> None:
@@ -47,13 +44,6 @@ def test_watch_in_the_terminal_ends_with_the_run(run: Path) -> None:
     done = z2a("watch", "--tty", run)
     assert done.exit_code == 0, done.output
     assert any(0x2800 < ord(character) <= 0x28FF for character in done.output), "a chart in braille"
-
-
-def test_watch_once_prints_the_status(run: Path) -> None:
-    done = z2a("watch", "--once", "--json", run)
-    assert done.exit_code == 0, done.output
-    [status] = json.loads(done.stdout)["runs"]
-    assert status["step"] == 3
 
 
 def test_quality_classifier_from_good_and_bad_files(tmp_path: Path) -> None:

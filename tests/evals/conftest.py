@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import CHINESE, ENGLISH
 from tests.model.helpers import make
+from tests.runs import train_run
 from tests.train.test_initial_weights import hf_recipe
 from zero2all.evals import evaluate_bpb
 from zero2all.export import export_run
@@ -31,6 +32,13 @@ def test_set(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("test set") / "set.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def three_checkpoints(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """With a checkpoint of each of its three steps. Tests that add evaluations copy it."""
+    options = ["train.steps=3", "checkpoint.every=1 steps", "checkpoint.keep_latest=3"]
+    return train_run(workspace, tmp_path_factory.mktemp("checkpoints"), *options)
 
 
 @pytest.fixture(scope="session")

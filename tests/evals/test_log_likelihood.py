@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import CHINESE, CODE, ENGLISH
 from tests.ranks import on_ranks
+from tests.runs import WIDE, wide_model
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.evals.log_likelihood import Score, ScoringRequest, encode_pair, score
 from zero2all.model import Z2all
@@ -21,10 +22,7 @@ from zero2all.tokenizer import Tokenizer
 
 VOCAB = 300
 CONTEXT = 48
-CONFIG = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.3, "vocab_size": VOCAB,
-}  # fmt: skip
+CONFIG = {**WIDE, "max_position_embeddings": CONTEXT, "vocab_size": VOCAB}
 EXPERTS = {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8}}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,7 +44,7 @@ TWO_RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def build(changes: dict[str, Any]) -> Z2all:
-    return Z2all(ModelConfig.model_validate({**CONFIG, **changes})).init_weights(1).eval()
+    return wide_model(**{**CONFIG, **changes})
 
 
 def random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -121,21 +119,19 @@ def test_many_positions_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
     assert_equal(score(model, requests), [plain_score(model, request) for request in requests])
 
 
-def test_the_letters_of_a_question_cost_one_row() -> None:
+@pytest.mark.parametrize(
+    ("requests", "shape"),
+    [
+        ([ScoringRequest(tuple(range(10)), (letter,)) for letter in range(20, 24)], (1, 10)),
+        ([ScoringRequest(tuple(range(30)), (40 + number, 50, 60)) for number in range(4)], (1, 30 + 4 * 2)),
+    ],
+    ids=["the letters of a question", "longer answers"],
+)
+def test_a_shared_beginning_is_computed_once(requests: list[ScoringRequest], shape: tuple[int, int]) -> None:
     model, passed = build({}), []
     model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].tokens_BS.shape)))
-    question = tuple(range(10))
-    score(model, [ScoringRequest(question, (letter,)) for letter in range(20, 24)])
-    assert passed == [(1, 10)]
-
-
-def test_a_long_beginning_is_computed_once() -> None:
-    model, passed = build({}), []
-    model.register_forward_pre_hook(lambda module, inputs: passed.append(tuple(inputs[0].tokens_BS.shape)))
-    question = tuple(range(30))
-    requests = [ScoringRequest(question, (40 + number, 50, 60)) for number in range(4)]
     score(model, requests)
-    assert passed == [(1, 30 + 4 * 2)]
+    assert passed == [shape]
     dynamic = build(DYNAMIC)  # where each length has other positions
     assert_equal(score(dynamic, requests), [plain_score(dynamic, request) for request in requests])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import tiny_recipe
+from tests.runs import wide_model
 from zero2all.base.errors import RecipeError, UsageError
 from zero2all.evals.probe_suite import ProbeSuite, builtin_suites, load_suite
 from zero2all.evals.probes import ProbeResult, evaluate_probes, evaluate_suite, format_probes
 from zero2all.model import Z2all
-from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
 from zero2all.track.run_locations import EVALS_FILE
-from zero2all.train import Run, train
+from zero2all.train import Run
 
 SUITE = """
 name: own
@@ -44,15 +44,6 @@ def suite(tmp_path: Path) -> ProbeSuite:
     return load_suite(path)
 
 
-def build_model(tokenizer: Tokenizer) -> Z2all:
-    config = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
-        "vocab_size": tokenizer.vocab_size,
-    }  # fmt: skip
-    return Z2all(ModelConfig.model_validate(config)).init_weights(1).eval()
-
-
 @torch.no_grad()
 def nats(model: Z2all, context: list[int], continuation: list[int]) -> float:
     logits = model(torch.tensor([[*context, *continuation]]))[0].log_softmax(-1)
@@ -65,7 +56,7 @@ def by_name(results: list[ProbeResult]) -> dict[str, ProbeResult]:
 
 def test_values_are_those_of_plain_forward_passes(suite: ProbeSuite, workspace: Path) -> None:
     tokenizer = Tokenizer(workspace / "tokenizer")
-    model, end, encode = build_model(tokenizer), [tokenizer.eos_token_id], tokenizer.encode
+    model, end, encode = wide_model(vocab_size=tokenizer.vocab_size), [tokenizer.eos_token_id], tokenizer.encode
     found = by_name(evaluate_suite(model, tokenizer, suite))
 
     def text_nats(text: str) -> float:
@@ -168,34 +159,30 @@ def test_all_mistakes_of_a_suite_are_reported_at_once(tmp_path: Path) -> None:
         load_suite("nowhere")
 
 
-@pytest.fixture(scope="module")
-def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    overrides = (f"out={tmp_path_factory.mktemp('probes')}", "train.steps=6", "checkpoint.every=2 steps")
-    recipe = tiny_recipe(workspace, *overrides, "checkpoint.keep_latest=9")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+@pytest.fixture
+def run(three_checkpoints: Run, tmp_path: Path) -> Run:
+    return Run.open(shutil.copytree(three_checkpoints.directory, tmp_path / "run"))
 
 
 def test_the_checkpoints_of_a_run_become_curves(run: Run, suite: ProbeSuite) -> None:
-    (run.directory / EVALS_FILE).unlink(missing_ok=True)
-    for step in (2, 4):
+    for step in (1, 2):
         report = evaluate_probes(str(run.checkpoints.path(step)), [suite])
-    assert [curve.steps for curve in report.curves] == [[2, 4]] * 6
+    assert [curve.steps for curve in report.curves] == [[1, 2]] * 6
     report = evaluate_probes(str(run.directory), [suite])
-    assert [curve.steps for curve in report.curves] == [[2, 4, 6]] * 6
+    assert [curve.steps for curve in report.curves] == [[1, 2, 3]] * 6
     assert report.recorded
     for curve in report.curves:
-        model = by_name(evaluate_suite(run.load_model(6), run.tokenizer(), suite))[curve.name]
+        model = by_name(evaluate_suite(run.load_model(3), run.tokenizer(), suite))[curve.name]
         assert curve.values[-1] == pytest.approx(model.value)
         assert curve.tau is not None
         assert curve.p is not None
     text = format_probes(report)
-    assert "6 probes, 3 checkpoints (2 to 6 steps)" in text
+    assert "6 probes, 3 checkpoints (1 to 3 steps)" in text
     assert "need at least 6 checkpoints" in text
 
 
 def test_a_run_that_cannot_be_written_is_evaluated_all_the_same(
-    run: Run, suite: ProbeSuite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, suite: ProbeSuite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -203,7 +190,7 @@ def test_a_run_that_cannot_be_written_is_evaluated_all_the_same(
     monkeypatch.setattr("zero2all.evals.probes.append_evals", refuse)
     report = evaluate_probes(str(run.directory), [suite])
     assert not report.recorded
-    assert report.curves[0].steps == [6]
+    assert report.curves[0].steps == [3]
 
 
 def test_the_command_prints_values_and_json(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,17 +198,16 @@ def test_the_command_prints_values_and_json(run: Run, tmp_path: Path, capsys: py
 
     path = tmp_path / "own.yaml"
     path.write_text(SUITE, encoding="utf-8")
-    (run.directory / EVALS_FILE).unlink(missing_ok=True)
     for words in (["--json"], []):
         app(["eval", "probes", str(run.directory), "--suite", str(path), *words], standalone_mode=False)
     printed, text = capsys.readouterr().out.split("\n", 1)
     report = json.loads(printed)
-    assert report["step"] == 6
+    assert report["step"] == 3
     assert len(report["results"]) == 6
     assert "suite own: 6 probes" in text
     assert "perplexity" in text
-    checkpoint = run.checkpoints.path(4)
+    checkpoint = run.checkpoints.path(2)
     app(["eval", "probes", str(checkpoint), "--suite", str(path)], standalone_mode=False)
-    assert "2 checkpoints (4 to 6 steps)" in capsys.readouterr().out
+    assert "2 checkpoints (2 to 3 steps)" in capsys.readouterr().out
     lines = [json.loads(line) for line in (run.directory / EVALS_FILE).read_text().splitlines()]
-    assert [line["step"] for line in lines] == [6] * 12 + [4] * 6
+    assert [line["step"] for line in lines] == [3] * 12 + [2] * 6

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
 from tests.train.test_initial_weights import ARCHITECTURES, write_hf
 from zero2all.base.errors import UsageError, Z2aError
@@ -18,17 +17,14 @@ from zero2all.evals.target import find_target
 from zero2all.export import export_run
 from zero2all.model import Z2all
 from zero2all.recipe import ParallelRecipe
-from zero2all.train import Run, train
+from zero2all.train import Run
 
 TOKENS = torch.arange(5, 30)[None]
 
 
 @pytest.fixture(scope="module")
-def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    options = ["train.steps=3", "checkpoint.every=1 steps", "checkpoint.keep_latest=3"]
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('target')}", *options)
-    train(recipe)
-    return Run.open(recipe.run_dir)
+def run(three_checkpoints: Run) -> Run:
+    return three_checkpoints
 
 
 @pytest.fixture(scope="module")

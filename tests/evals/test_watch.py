@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_recipe
 from tests.evals.bench.fakes import write_benchmarks
 from zero2all.base.errors import UsageError
 from zero2all.cli.main import app
@@ -27,21 +26,13 @@ from zero2all.track.eval_report import (
 )
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
-from zero2all.train import Run, train
-
-
-@pytest.fixture(scope="module")
-def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = ["train.steps=3", "checkpoint.every=1 steps", "checkpoint.keep_latest=3"]
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('watch')}", *options)
-    train(recipe)
-    return recipe.run_dir
+from zero2all.train import Run
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(three_checkpoints: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(watch.os, "nice", lambda increment: 0)  # the process of the tests keeps its priority
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+    return Path(shutil.copytree(three_checkpoints.directory, tmp_path / "run"))
 
 
 @pytest.fixture

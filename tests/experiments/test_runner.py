@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from tests.conftest import TINY
-from tests.experiments.helpers import result
+from tests.experiments.helpers import Training, result
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.experiments import runner
 from zero2all.experiments.runner import run_experiment
@@ -24,44 +24,6 @@ from zero2all.recipe import Recipe
 from zero2all.track.experiment_record import EXPERIMENT_FILE, VariantResult, read_experiment
 
 LR = "train.optimizer.lr=1e-3,2e-3,4e-3"
-Script = Callable[[str], str]
-"""From the name of a variant to the shell script that its process is."""
-
-
-class Training:
-    """Processes in place of training. ``script`` says what they do; ``calls`` are the variants that were run."""
-
-    def __init__(self) -> None:
-        self.script: Script = lambda name: "exit 0"
-        self.calls: list[str] = []
-        self.recipes: dict[str, str] = {}
-        self.started = threading.Event()
-
-    def start(self, recipe: Path, ranks: int, log: object) -> subprocess.Popen[bytes]:
-        self.calls.append(recipe.stem)
-        self.recipes[recipe.stem] = recipe.read_text(encoding="utf-8")
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", self.script(recipe.stem)],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # type: ignore[call-overload]
-        )
-        self.started.set()
-        return process  # type: ignore[no-any-return]
-
-    def result(self, directory: Path) -> VariantResult:
-        return result({"1": 2.0, "2": 1.8, "4": 1.9}[directory.name.split("-")[1][0]])
-
-
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Training:
-    training = Training()
-    monkeypatch.setattr(runner, "start_variant", training.start)
-    monkeypatch.setattr(runner, "_read_result", training.result)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("zero2all.experiments.stages.build_missing_stages", lambda recipe, target: None)
-    monkeypatch.setattr(runner, "choose_batch", lambda recipe: recipe)
-    return training
 
 
 @pytest.fixture

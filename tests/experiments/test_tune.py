@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.machine.gpu_specs import GPUS
 from zero2all.experiments import tune
 from zero2all.experiments.budget import TRIAL_RUN
-from zero2all.experiments.tune import TUNE_FILE, TuneOptions, TuneReport, tune_recipe, tune_text
+from zero2all.experiments.tune import TUNE_FILE, TuneOptions, tune_recipe, tune_text
 from zero2all.experiments.tune_grid import build_grid, held_axes
 from zero2all.experiments.tune_search import Point, find_fastest
 from zero2all.planner.cluster import Cluster
@@ -166,9 +165,6 @@ class Machine:
         tokens = recipe.train.effective_micro_batch_tokens
         mode = recipe.parallel.activation_checkpointing
         return {32: 1.0, 64: 0.8, 128: 0.9, 256: 1.2}[tokens] * (1.0 if mode == "none" else 1.3), ""
-
-
-Tune = Callable[..., TuneReport]
 
 
 @pytest.fixture

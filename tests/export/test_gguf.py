@@ -12,6 +12,8 @@ import torch
 
 from tests.chats import CHATS
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
+from tests.export.variants import VARIANTS as SHARED
+from tests.export.variants import YARN
 from tests.model.helpers import EXPERTS, SMALL, make
 from zero2all.base.errors import UsageError
 from zero2all.export import export_run
@@ -21,35 +23,17 @@ from zero2all.model import Z2all
 from zero2all.model.weights import ModelWeights
 from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
-from zero2all.train import Run, train
+from zero2all.train import Run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (xllamacpp)")
 pytest.importorskip("gguf", reason="gguf is not installed")
 
 PROMPTS = 20
-GLM = {**EXPERTS, "scoring_func": "sigmoid", "load_balancing": "bias", "n_shared_experts": 1}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
+VARIANTS: dict[str, dict[str, Any]] = SHARED | {
     "llama, tied, mqa": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "llama, wide heads": {"head_dim": 32},
-    "llama, linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama, yarn": {"rope_scaling": YARN},
-    "llama, llama3 rope": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-    },
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True, "tie_word_embeddings": True},
     "qwen3, yarn": {"qk_norm": True, "rope_scaling": YARN},
-    "qwen3-moe": {"qk_norm": True, "moe": EXPERTS},
     "qwen3-moe, tied": {"qk_norm": True, "tie_word_embeddings": True, "moe": EXPERTS},
-    "glm4-moe": {"moe": GLM},
-    "glm4-moe, tied, balanced by a loss": {"tie_word_embeddings": True, "moe": {**GLM, "load_balancing": "aux"}},
-    "glm4-moe, qk-norm, dense layer": {
-        "qk_norm": True,
-        "qkv_bias": True,
-        "moe": {**GLM, "first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False},
-    },
 }
 
 
@@ -128,10 +112,15 @@ def test_what_llama_cpp_does_not_compute_is_refused(tokenizer: Tokenizer, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('gguf')}", "train.steps=4")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+def run(tiny_run: Run) -> Run:
+    return tiny_run
+
+
+@pytest.fixture(scope="module")
+def engine(run: Run, tmp_path_factory: pytest.TempPathFactory) -> LlamaCpp:
+    out = tmp_path_factory.mktemp("engine") / "gguf"
+    export_run(run, out, format="gguf", check=False)
+    return LlamaCpp(next(out.glob("*.gguf")))
 
 
 def test_a_run_is_exported_compared_and_described(run: Run, tmp_path: Path) -> None:
@@ -148,9 +137,8 @@ def test_a_run_is_exported_compared_and_described(run: Run, tmp_path: Path) -> N
     assert json.loads((tmp_path / "gguf" / "manifest.json").read_text())["result"]["max_difference"] < 1e-3
 
 
-def test_token_ids_are_the_same(run: Run, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "gguf", format="gguf", check=False)
-    engine, tokenizer = LlamaCpp(next((tmp_path / "gguf").glob("*.gguf"))), run.tokenizer()
+def test_token_ids_are_the_same(run: Run, engine: LlamaCpp) -> None:
+    tokenizer = run.tokenizer()
     texts = [
         *ENGLISH.splitlines(),
         *CHINESE.splitlines(),
@@ -162,9 +150,8 @@ def test_token_ids_are_the_same(run: Run, tmp_path: Path) -> None:
         assert engine.post("/tokenize", body)["tokens"] == tokenizer.encode(text)
 
 
-def test_text_begins_and_ends_as_in_training(run: Run, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "gguf", format="gguf", check=False)
-    engine, tokenizer = LlamaCpp(next((tmp_path / "gguf").glob("*.gguf"))), run.tokenizer()
+def test_text_begins_and_ends_as_in_training(run: Run, engine: LlamaCpp) -> None:
+    tokenizer = run.tokenizer()
     ids = engine.post("/tokenize", {"content": "hello", "add_special": True})["tokens"]
     assert ids == [tokenizer.eos_token_id, *tokenizer.encode("hello")]
     bias = [
@@ -175,9 +162,8 @@ def test_text_begins_and_ends_as_in_training(run: Run, tmp_path: Path) -> None:
     assert answer["stop_type"] == "eos"
 
 
-def test_the_chat_template_is_rendered_the_same(run: Run, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "gguf", format="gguf", check=False)
-    engine, tokenizer = LlamaCpp(next((tmp_path / "gguf").glob("*.gguf"))), run.tokenizer()
+def test_the_chat_template_is_rendered_the_same(run: Run, engine: LlamaCpp) -> None:
+    tokenizer = run.tokenizer()
     for messages in CHATS:
         prompt = engine.post("/apply-template", {"messages": messages})["prompt"]
         ids = engine.post("/tokenize", {"content": prompt, "add_special": False, "parse_special": True})["tokens"]

@@ -58,9 +58,12 @@ def measure(sizes: dict[str, Any], world: int, dtype: torch.dtype, directory: Pa
     for row, own, one in zip(rows, together, completions, strict=True):
         places = len(one.prompt_tokens) - 1 + torch.arange(len(one.tokens))
         gaps.append((torch.tensor(one.logprobs) + own[places]).abs())
+        shorter: dict[int, Tensor] = {}  # the losses of a row that ends there: two places share an even length
         for place in places.tolist() if dtype == torch.bfloat16 else ():  # at the end of a row of its own
             even = (place + 2) // 2 * 2
-            noise.append((trainer_losses(model, row[None, : even + 1])[0, place] - own[place]).abs())
+            if even not in shorter:
+                shorter[even] = trainer_losses(model, row[None, : even + 1])[0]
+            noise.append((shorter[even][place] - own[place]).abs())
     own_noise = torch.stack(noise).mean().item() if noise else 0.0
     return Measured(torch.cat(gaps).mean().item(), own_noise, [one.tokens for one in completions])
 

@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import tiny_recipe
 from tests.ranks import on_ranks
+from tests.runs import WIDE, train_run
 from zero2all.base.errors import UsageError
 from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelDims, ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.train import Run, train
+from zero2all.train import Run
 
-CONFIG = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 14, "initializer_range": 0.3, "tie_word_embeddings": True,
-}  # fmt: skip
+CONFIG = {**WIDE, "max_position_embeddings": 14, "tie_word_embeddings": True}
 EXPERTS = {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
 PROMPTS = ["the model", "", "春眠不觉晓"]
 PARAMS = [
@@ -71,11 +68,8 @@ def generate_on_ranks(
 
 def generate_from_checkpoint(directory: Path, sizes: dict[str, int]) -> list[Result]:
     run = Run.open(directory)
-    if sizes:
-        return results(
-            generate_batch(run.load_parallel_model(ParallelRecipe(**sizes)), run.tokenizer(), PROMPTS, PARAMS[0])
-        )
-    return results(generate_batch(run.load_model(), run.tokenizer(), PROMPTS, PARAMS[0]))
+    model = run.load_parallel_model(ParallelRecipe(**sizes)) if sizes else run.load_model()
+    return results(generate_batch(model, run.tokenizer(), PROMPTS, PARAMS[0]))
 
 
 def check(world: int, layouts: list[tuple[dict[str, Any], dict[str, Any]]], directory: Path) -> None:
@@ -100,19 +94,15 @@ def test_two_ranks_generate_what_one_process_does(workspace: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}], ids=str)
 def test_a_checkpoint_generates_the_same_over_ranks(sizes: dict[str, int], workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=4", "model.tie_word_embeddings=false")
-    train(recipe)
-    expected = generate_from_checkpoint(recipe.run_dir, {})
-    assert on_ranks(2, generate_from_checkpoint, recipe.run_dir, sizes, detail=False) == [expected, expected]
+    run = train_run(workspace, tmp_path, "train.steps=4", "model.tie_word_embeddings=false")
+    expected = generate_from_checkpoint(run.directory, {})
+    assert on_ranks(2, generate_from_checkpoint, run.directory, sizes, detail=False) == [expected, expected]
 
 
-def test_an_impossible_layout_is_refused(workspace: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(workspace, f"out={tmp_path}", "train.steps=1")
-    train(recipe)
-    with pytest.raises(UsageError, match="num_key_value_heads"):
-        Run.open(recipe.run_dir).load_parallel_model(ParallelRecipe(tp=4, dp_shard=1))
-    with pytest.raises(UsageError, match="there are 1"):
-        Run.open(recipe.run_dir).load_parallel_model(ParallelRecipe(tp=2, dp_shard=1))
+@pytest.mark.parametrize(("tp", "said"), [(4, "num_key_value_heads"), (2, "there are 1")])
+def test_an_impossible_layout_is_refused(tp: int, said: str, tiny_run: Run) -> None:
+    with pytest.raises(UsageError, match=said):
+        tiny_run.load_parallel_model(ParallelRecipe(tp=tp, dp_shard=1))
 
 
 @pytest.mark.long

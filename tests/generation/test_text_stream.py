@@ -24,11 +24,6 @@ def test_a_character_is_never_split() -> None:
     assert out == ["", "", "中", "a", "", "", "", "😀", "", "é", ""]
 
 
-def test_an_incomplete_character_is_replaced_at_the_end() -> None:
-    out, _ = pieces("中".encode()[:2] + b"a" + "😀".encode()[:3], [])
-    assert "".join(out) == "\ufffda\ufffd"
-
-
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_certain() -> None:
     out, stream = pieces(b"a\n\nb", ["\n\n\n"])
     assert out == ["a", "", "", "\n\nb", ""]

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.conftest import CHINESE, CODE, ENGLISH
+from tests.runs import wide_model
 from zero2all.generation import SamplingParams, generate_batch
-from zero2all.model import Z2all
 from zero2all.model.hf import export_hf
-from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
 
 MAX_TOKENS = 16
@@ -42,12 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(variant: str, workspace: Path, 
     transformers = pytest.importorskip("transformers")
     count, changes = VARIANTS[variant]
     tokenizer = Tokenizer(workspace / "tokenizer")
-    config = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
-        "vocab_size": tokenizer.vocab_size, **changes,
-    }  # fmt: skip
-    model = Z2all(ModelConfig.model_validate(config)).init_weights(2).eval()
+    model = wide_model(2, vocab_size=tokenizer.vocab_size, **changes)
     export_hf(model, tmp_path, tokenizer.stop_token_ids)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)

@@ -77,20 +77,10 @@ def test_the_search_for_70b_on_1024_gpus_takes_seconds() -> None:
 @pytest.mark.long
 def test_every_stage_must_fit() -> None:
     """A short stage of long sequences decides: what is best for the largest stage does not fit it."""
-    stages = (
-        "[{name: main, tokens: 10000000000}, {name: long, tokens: 100000000, seq_len: 131072, batch_tokens: 1048576}]"
-    )
-    recipe = fill_hyperparameters(
-        load_recipe_or_preset(
-            "z2all-1.1b",
-            [
-                "train.epochs=null",
-                "model.max_position_embeddings=131072",
-                f"train.stages={stages}",
-                "train.batch_tokens=1048576",
-            ],
-        )
-    )
+    long = "{name: long, tokens: 100000000, seq_len: 131072, batch_tokens: 1048576}"
+    words = ["train.epochs=null", "model.max_position_embeddings=131072", "train.batch_tokens=1048576"]
+    words.append(f"train.stages=[{{name: main, tokens: 10000000000}}, {long}]")
+    recipe = fill_hyperparameters(load_recipe_or_preset("z2all-1.1b", words))
     cluster = Cluster.of(find_gpu("4090"), 8)
     assert not plan_run(recipe, cluster).fits
     for change in cheapest_changes(recipe, cluster):

@@ -43,6 +43,21 @@ def browser(
 
 
 @contextmanager
+def cleaned(opened: Any) -> Iterator[Any]:
+    """A browser that several tests share: nothing that a page has stored or said is left for the next."""
+    opened.set_window_size(1400, 1000)
+    yield opened
+    opened.execute_script("try { sessionStorage.clear() } catch {}")  # an empty page has none
+    opened.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
+    opened.get("about:blank")
+    opened.get_log("browser")
+
+
+def complaints(page: Any) -> list[dict[str, Any]]:
+    return [line for line in page.get_log("browser") if line["level"] == "SEVERE"]
+
+
+@contextmanager
 def watching(*words: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """``z2a watch`` as a process of its own: the address of its page, and the process."""
     program = [sys.executable, "-c", "from zero2all.cli.main import main; main()", "watch", *map(str, words)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.track import RunRecord
+from tests.track.runs import opened, recording
 from zero2all.track.eval_record import EvalLine, EvalReader, append_evals, eval_curves
 from zero2all.track.html_report import report_html
 from zero2all.track.page_data import build_series
@@ -103,8 +103,7 @@ def test_an_invalid_line_is_skipped_and_reported(reason: str, changes: dict[str,
     with open(tmp_path / EVALS_FILE, "a") as stream:
         stream.write(text + "\n")
     append_evals(tmp_path, [line(3, 0.3)])
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     assert run.eval_curves()[0].steps == [1, 3]
     assert any(reason in damage for damage in run.damage)
 
@@ -135,13 +134,12 @@ def test_several_processes_write_whole_lines(tmp_path: Path) -> None:
 
 
 def test_curves_are_series_of_the_page_and_of_the_report(tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         record.event("start", step=0)
         record.step(0, loss=8.0)
     append_evals(tmp_path, [line(step, 0.1 * step, time=4e9) for step in (1, 2, 3)])
     append_evals(tmp_path, [line(2, 5.0, name="other", metric="bits per byte", time=4e9)])
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     name, other = "probes/stories: en arithmetic, probability/sum", "probes/stories: en arithmetic, bits per byte/other"
     assert {name, other} <= set(run.names)
     [block] = build_series(run, [name, other], 2, 3, 100)

@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.experiments.helpers import experiment, variant
+from tests.track.runs import record_steps
 from zero2all.base.io import write_record
-from zero2all.track import RunRecord
 from zero2all.track.experiment_record import MAX_FILE_BYTES, find_experiments
 from zero2all.track.html_report import report_html
 from zero2all.track.run_locations import LocalRunLocation, SshRunLocation
@@ -29,8 +29,7 @@ def runs(tmp_path: Path) -> list[RunView]:
     directory = tmp_path / "out" / "experiments" / "ab"
     places = [directory / "a-seed1", directory / "b-seed1", tmp_path / "out" / "run"]
     for place in places:
-        with RunRecord(place / "record.jsonl", system_every=None) as record:
-            record.step(0, loss=1.0)
+        record_steps(place)
     write_record(directory / "experiment.json", RECORD)
     return [RunView(LocalRunLocation(place)) for place in places]
 

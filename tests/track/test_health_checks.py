@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from benchmarks.reference_curve import reference_curve
 
+from tests.track.runs import opened
 from zero2all.base.findings import Level
 from zero2all.base.io import read_record
 from zero2all.recipe import builtin_recipe_path
@@ -25,19 +26,20 @@ from zero2all.track.health_checks import (
     check_health,
     health_finding,
 )
-from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
-Change = Callable[[list[dict[str, float]]], None]
+Rows = list[dict[str, float]]
+Change = Callable[[Rows], object]
 STEPS = 600
 VOCABULARY = 4096
+LOSSES = ("loss", "loss/zh", "loss/en")
 
 
-def make_run(directory: Path, change: Callable[[list[dict[str, float]]], None], begun: float | None = None) -> RunView:
+def make_run(directory: Path, change: Change = lambda rows: None, begun: float | None = None) -> RunView:
     """A run of 600 steps with a normal loss curve, modified by ``change``."""
     rng = np.random.default_rng(1)
     begun = time.time() - STEPS * 0.3 if begun is None else begun
-    rows: list[dict[str, float]] = []
+    rows: Rows = []
     for step in range(STEPS):
         loss = 3.0 + (math.log(VOCABULARY) - 3.0) * math.exp(-step / 150) - 0.0005 * step + rng.normal(0, 0.02)
         speed = 6000 + rng.normal(0, 50)
@@ -51,79 +53,42 @@ def make_run(directory: Path, change: Callable[[list[dict[str, float]]], None], 
         "name: quickstart\ncorpus: {sources: [{name: books}]}\ntrain: {batch_tokens: 2048}\n"
     )
     (directory / "identity.json").write_text(json.dumps({"model": {"vocab_size": VOCABULARY}}))
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
-    return run
+    return opened(directory)
 
 
-def as_it_is(rows: list[dict[str, float]]) -> None:
-    pass
+def from_step(first: int, change: Callable[[dict[str, float]], object]) -> Change:
+    return lambda rows: [change(row) for row in rows[first:]]
 
 
-def starts_high(rows: list[dict[str, float]]) -> None:
-    rows[0]["loss"] = 12.0
+def rises(row: dict[str, float]) -> None:
+    row.update({name: row[name] + 0.02 * (row["step"] - 450) for name in LOSSES})
 
 
-def starts_low(rows: list[dict[str, float]]) -> None:
-    rows[0]["loss"] = 4.0
-
-
-def diverges(rows: list[dict[str, float]]) -> None:
-    for number, row in enumerate(rows[450:]):
-        for name in ("loss", "loss/zh", "loss/en"):
-            row[name] += 0.02 * number
-
-
-def plateaus(rows: list[dict[str, float]]) -> None:
-    for row in rows[200:]:
-        row["loss"] = 4.0 + 0.001 * math.sin(row["step"])
-
-
-def jumps(rows: list[dict[str, float]]) -> None:
-    rows[333]["loss"] += 2.0
-
-
-def repeats(rows: list[dict[str, float]]) -> None:
-    for row in rows[400:]:
-        for name in ("loss", "loss/zh", "loss/en"):
-            row[name] *= 0.7
-
-
-def loses_source(rows: list[dict[str, float]]) -> None:
-    for row in rows[300:]:
-        del row["loss/zh"]
-
-
-def source_freezes(rows: list[dict[str, float]]) -> None:
-    for row in rows[300:]:
-        row["loss/zh"] = 0.0
-
-
-def slows(rows: list[dict[str, float]]) -> None:
-    for row in rows[500:]:
-        row["tokens_per_second"] *= 0.6
-
-
-def shares_the_cpu(rows: list[dict[str, float]]) -> None:
+def shares_the_cpu(rows: Rows) -> None:
     for row in rows[::30]:
         row["system/other_cpu"] = 0.45
 
 
-@pytest.mark.parametrize(
-    ("change", "rule", "step"),
-    [
-        (starts_high, "initial loss", 0),
-        (starts_low, "initial loss", 0),
-        (diverges, "divergence", None),
-        (plateaus, "plateau", None),
-        (jumps, "spike", 333),
-        (repeats, "sudden drop", None),
-        (loses_source, "dead source", None),
-        (source_freezes, "dead source", None),
-        (slows, "throughput drop", None),
-        (shares_the_cpu, "busy machine", None),
-    ],
-)
+FAULTS: dict[str, tuple[Change, str, int | None]] = {
+    "starts high": (lambda rows: rows[0].update(loss=12.0), "initial loss", 0),
+    "starts low": (lambda rows: rows[0].update(loss=4.0), "initial loss", 0),
+    "diverges": (from_step(450, rises), "divergence", None),
+    "plateaus": (from_step(200, lambda row: row.update(loss=4.0 + 0.001 * math.sin(row["step"]))), "plateau", None),
+    "jumps": (lambda rows: rows[333].update(loss=rows[333]["loss"] + 2.0), "spike", 333),
+    "repeats": (
+        from_step(400, lambda row: row.update({name: 0.7 * row[name] for name in LOSSES})), "sudden drop", None,
+    ),
+    "loses a source": (from_step(300, lambda row: row.pop("loss/zh")), "dead source", None),
+    "a source freezes": (from_step(300, lambda row: row.update({"loss/zh": 0.0})), "dead source", None),
+    "slows": (
+        from_step(500, lambda row: row.update(tokens_per_second=0.6 * row["tokens_per_second"])), "throughput drop",
+        None,
+    ),
+    "shares the CPU": (shares_the_cpu, "busy machine", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "rule", "step"), FAULTS.values(), ids=FAULTS)
 def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Change, rule: str, step: int | None) -> None:
     found = [finding for finding in check_health(make_run(tmp_path, change), tmp_path) if finding.level != "good"]
     assert [finding.what for finding in found] == [rule]
@@ -132,16 +97,16 @@ def test_each_rule_sees_its_own_fault_and_no_other(tmp_path: Path, change: Chang
 
 
 def test_a_normal_run_is_reported_as_good(tmp_path: Path) -> None:
-    findings = check_health(make_run(tmp_path, as_it_is), tmp_path)
+    findings = check_health(make_run(tmp_path), tmp_path)
     assert [(finding.what, finding.level) for finding in findings] == [("initial loss", "good")]
 
 
 def test_a_machine_that_was_busy_for_a_moment_or_has_a_gpu_is_not_reported(tmp_path: Path) -> None:
-    def for_a_moment(rows: list[dict[str, float]]) -> None:
+    def for_a_moment(rows: Rows) -> None:
         for number, row in enumerate(rows[::30]):
             row["system/other_cpu"] = 0.9 if number < 5 else 0.05
 
-    def with_a_gpu(rows: list[dict[str, float]]) -> None:
+    def with_a_gpu(rows: Rows) -> None:
         shares_the_cpu(rows)
         rows[0]["gpu0/busy_percent"] = 99.0
 
@@ -151,11 +116,7 @@ def test_a_machine_that_was_busy_for_a_moment_or_has_a_gpu_is_not_reported(tmp_p
 
 
 def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
-    def with_gaps(rows: list[dict[str, float]]) -> None:
-        for row in rows[100:110]:
-            del row["loss"]
-
-    curve = reference_curve(make_run(tmp_path, with_gaps))
+    curve = reference_curve(make_run(tmp_path, lambda rows: [row.pop("loss") for row in rows[100:110]]))
     shipped = [read_record(ReferenceCurve, path) for path in builtin_recipe_path("reference").glob("*.json")]
     assert shipped
     for one in (curve, *shipped):
@@ -164,13 +125,10 @@ def test_a_reference_curve_has_a_loss_at_every_point(tmp_path: Path) -> None:
 
 
 def test_against_a_reference_curve(tmp_path: Path) -> None:
-    good = make_run(tmp_path / "good", as_it_is)
+    good = make_run(tmp_path / "good")
     (tmp_path / "quickstart.json").write_text(json.dumps(asdict(reference_curve(good))))
 
-    def worse(rows: list[dict[str, float]]) -> None:
-        for row in rows[1:]:
-            row["loss"] = 8.3 - 0.85 * (8.3 - row["loss"])
-
+    worse = from_step(1, lambda row: row.update(loss=8.3 - 0.85 * (8.3 - row["loss"])))
     assert "good" in {finding.level for finding in check_health(good, tmp_path) if finding.what == "reference"}
     bad = [
         finding for finding in check_health(make_run(tmp_path / "bad", worse), tmp_path) if finding.what == "reference"
@@ -183,7 +141,7 @@ def test_against_a_reference_curve(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fell_silent(tmp_path: Path) -> None:
-    run = make_run(tmp_path, as_it_is, begun=time.time() - 3600)
+    run = make_run(tmp_path, begun=time.time() - 3600)
     assert [finding.what for finding in check_health(run, tmp_path) if finding.level == "bad"] == ["silence"]
 
 
@@ -206,17 +164,16 @@ def test_names_in_a_record_are_no_templates() -> None:
 
 def aligned(directory: Path, objective: str, change: Change) -> list[str]:
     """The findings on a run of another objective, as level and rule."""
-    run = make_run(directory, change)
+    make_run(directory, change)
     (directory / "recipe.yaml").write_text(f"name: aligned\ntrain: {{batch_tokens: 2048, objective: {objective}}}\n")
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
+    run = opened(directory)
     return [f"{finding.level} {finding.what}" for finding in check_health(run) if finding.what != "busy machine"]
 
 
 def preference(first: float, chosen: float, rejected: float) -> Change:
     """A loss that begins at ``first``, and log-probabilities that move by so much."""
 
-    def change(rows: list[dict[str, float]]) -> None:
+    def change(rows: Rows) -> None:
         for step, row in enumerate(rows):
             row["loss"] = first * math.exp(-step / 200)
             row["logps/chosen"], row["logps/rejected"] = -80 + chosen * step / STEPS, -90 + rejected * step / STEPS
@@ -251,8 +208,5 @@ def test_the_first_loss_of_preferences_is_known_and_a_falling_probability_is_see
     ],
 )
 def test_rollouts_that_teach_nothing_are_seen(metric: str, value: float, expected: list[str], tmp_path: Path) -> None:
-    def change(rows: list[dict[str, float]]) -> None:
-        for row in rows:
-            row["loss"], row[metric] = 0.0, value
-
+    change = from_step(0, lambda row: row.update({"loss": 0.0, metric: value}))
     assert aligned(tmp_path / "run", "{name: grpo}", change) == expected

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from tests.track.runs import opened, record_steps, recording, spy_reads
 from zero2all.cli.main import app as z2a
-from zero2all.track import RunRecord, read_steps
+from zero2all.track import read_steps
 from zero2all.track.health_checks import check_health
 from zero2all.track.html_report import report_html
 from zero2all.track.live_run import LiveRun
@@ -23,6 +25,13 @@ from zero2all.track.run_view import RunView
 from zero2all.track.server import build_app
 
 DIGITS = "9" * 400
+
+
+def lines(name: str, line: str, *values: str) -> dict[str, str]:
+    """One line for each value."""
+    return {f"{name} is {value:.9}": line % value for value in values}
+
+
 BAD_LINES: dict[str, str] = {
     "not JSON": "hello",
     "torn": '{"step":3,"lo',
@@ -37,21 +46,10 @@ BAD_LINES: dict[str, str] = {
     "event nested 900": '{"event":"x","step":3,"y":' + "[" * 900 + "]" * 900 + "}",
     "5000 digits": '{"step":3,"loss":' + "9" * 5000 + "}",
     "loss of 400 digits": '{"step":3,"loss":' + DIGITS + "}",
-    "step of 400 digits": '{"step":' + DIGITS + ',"loss":1}',
-    "step is text": '{"step":"abc","loss":1}',
-    "step is null": '{"step":null,"loss":1}',
-    "step is a list": '{"step":[3],"loss":1}',
-    "step is an object": '{"step":{},"loss":1}',
-    "step is true": '{"step":true,"loss":1}',
-    "step is a float": '{"step":3.5,"loss":1}',
-    "step is NaN": '{"step":NaN,"loss":1}',
-    "step is Infinity": '{"step":Infinity,"loss":1}',
-    "step is negative": '{"step":-3,"loss":1}',
-    "time is text": '{"step":3,"time":"noon","loss":1}',
-    "time is null": '{"step":3,"time":null,"loss":1}',
-    "time is NaN": '{"step":3,"time":NaN,"loss":1}',
-    "time is Infinity": '{"step":3,"time":Infinity,"loss":1}',
-    "time of 400 digits": '{"step":3,"time":' + DIGITS + ',"loss":1}',
+    **lines(
+        "step", '{"step":%s,"loss":1}', '"abc"', "null", "[3]", "{}", "true", "3.5", "NaN", "Infinity", "-3", DIGITS
+    ),
+    **lines("time", '{"step":3,"time":%s,"loss":1}', '"noon"', "null", "NaN", "Infinity", DIGITS),
     "start without step": '{"event":"start"}',
     "resume with text": '{"event":"resume","step":"x"}',
     "resume with null": '{"event":"resume","step":null}',
@@ -117,8 +115,7 @@ def as_bytes(line: str) -> bytes:
 
 @pytest.mark.parametrize("what", BAD_LINES)
 def test_a_bad_line_is_counted_and_the_lines_after_it_are_read(tmp_path: Path, what: str) -> None:
-    run = RunView(LocalRunLocation(make(tmp_path / "a", as_bytes(BAD_LINES[what]))))
-    run.refresh()
+    run = opened(make(tmp_path / "a", as_bytes(BAD_LINES[what])))
     assert run.last_step == 12
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(13))
     assert run.read_error is None
@@ -132,8 +129,7 @@ def test_a_bad_line_is_counted_and_the_lines_after_it_are_read(tmp_path: Path, w
 
 @pytest.mark.parametrize("what", UNUSUAL_LINES)
 def test_an_unusual_line_is_not_damage(tmp_path: Path, what: str) -> None:
-    run = RunView(LocalRunLocation(make(tmp_path / "a", as_bytes(UNUSUAL_LINES[what]))))
-    run.refresh()
+    run = opened(make(tmp_path / "a", as_bytes(UNUSUAL_LINES[what])))
     assert (run.last_step, run.damage, run.read_error) == (12, [], None)
     show_everything(run)
 
@@ -143,13 +139,12 @@ def test_a_resumed_run_appends_after_such_lines(tmp_path: Path, kind: str) -> No
     """They must not stop the writing end either, which reads what lies beyond the index when it opens a record."""
     lines = BAD_LINES if kind == "bad" else UNUSUAL_LINES
     directory = make(tmp_path / "a", b"".join(map(as_bytes, lines.values())))
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:
+    with recording(directory) as record:
         for step in range(13, 200):
             record.step(step, loss=float(step), norm=1e308)
         assert record.flush(30)
     assert index_path(directory / "record.jsonl").stat().st_size
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
+    run = opened(directory)
     assert run.readers[0].chunks
     assert [step for step in run.table(["loss"]).steps if step != 9] == [step for step in range(200) if step != 9]
     show_everything(run)
@@ -202,8 +197,7 @@ def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
     monkeypatch.setattr("zero2all.track.record_lines.MAX_LINE_BYTES", 4096)
     long = b'{"sample":"a","step":3,"text":"' + b"x" * 20_000 + b'"}\n'
     directory = make(tmp_path / "a", long)
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
+    run = opened(directory)
     assert run.last_step == 12
     assert "1 line skipped" in run.damage[0]
     assert "4096" in run.damage[0]
@@ -212,19 +206,14 @@ def test_a_line_over_the_limit_is_skipped_once_and_not_read_again(
         stream.write(b"y" * 30_000)
         stream.flush()
         run.refresh()
-        asked: list[int] = []
-        read = run.location.read
-        monkeypatch.setattr(
-            run.location, "read", lambda file, at, length: asked.append(length) or read(file, at, length)
-        )
+        asked = spy_reads(run.location, monkeypatch)
         run.refresh()
-        assert sum(asked) < 4096, "what is known to be too long was read again"
+        assert sum(length for _, length in asked) < 4096, "what is known to be too long was read again"
         stream.write(b"y\n" + steps(13, 15))
     run.refresh()
     assert run.last_step == 14
     assert "2 lines skipped" in run.damage[0]
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:
-        record.step(15, loss=1.0)
+    record_steps(directory, [15])
     run.refresh()
     assert run.last_step == 15
 
@@ -233,13 +222,12 @@ def test_a_line_over_the_limit_of_our_own_does_not_spoil_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zero2all.track.record_lines.MAX_LINE_BYTES", 4096)
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         for step in range(200):
             record.step(step, loss=1.0)
             if step == 100:
                 record.sample(step, "zh", "x" * 5000)
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     assert len(run.readers[0].chunks) == 3
     assert run.damage == []
     assert run.table(["loss"]).steps.tolist() == list(range(200))
@@ -270,18 +258,13 @@ BAD_ENTRIES = {
 def test_a_damaged_index_is_not_used(tmp_path: Path, what: str) -> None:
     directory = make(tmp_path / "a")
     index_path(directory / "record.jsonl").write_text(BAD_ENTRIES[what] + "\n")
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
+    run = opened(directory)
     assert run.table(["loss"]).mean["loss"].tolist() == list(range(13))
     assert [event.event for event in run.events] == ["start"]
     assert "record.index.jsonl" in run.damage[0]
     show_everything(run)
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:  # and rebuilt by the next writer
-        for step in range(13, 100):
-            record.step(step, loss=float(step))
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
-    assert run.table(["loss"]).mean["loss"].tolist() == list(range(100))
+    record_steps(directory, range(13, 100))  # and rebuilt by the next writer
+    assert opened(directory).table(["loss"]).mean["loss"].tolist() == list(range(100))
 
 
 BAD_METADATA = [
@@ -312,8 +295,7 @@ BAD_METADATA = [
 def test_a_damaged_file_beside_the_record_is_named(tmp_path: Path, file: str, text: str) -> None:
     directory = make(tmp_path / "a")
     (directory / file).write_text(text)
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
+    run = opened(directory)
     assert run.last_step == 12
     assert file in run.damage[0]
     show_everything(run)
@@ -326,20 +308,16 @@ def test_a_file_of_3_gb_is_not_read(tmp_path: Path, file: str, monkeypatch: pyte
     directory = make(tmp_path / "a")
     with open(directory / file, "wb") as stream:
         os.truncate(stream.fileno(), 3 * 10**9)
-    location, asked = LocalRunLocation(directory), []
-    read = location.read
-    monkeypatch.setattr(location, "read", lambda file, at, length: asked.append(length) or read(file, at, length))
-    run = RunView(location)
+    run = RunView(LocalRunLocation(directory))
+    asked = spy_reads(run.location, monkeypatch)
     run.refresh()
     assert run.last_step == 12
     assert "3.00GB" in run.damage[0]
-    assert max(asked) < 2**20
+    assert max(length for _, length in asked) < 2**20
 
 
 def test_once_and_report_show_the_other_runs_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    make(tmp_path / "a", as_bytes(BAD_LINES["step is text"]))
+    make(tmp_path / "a", as_bytes(BAD_LINES['step is "abc"']))
     make(tmp_path / "b")
     done = CliRunner().invoke(z2a, ["watch", "--once", str(tmp_path)])
     assert done.exit_code == 0
@@ -363,8 +341,7 @@ def test_once_and_report_show_the_other_runs_as_well(tmp_path: Path, monkeypatch
 
 
 def test_every_command_of_a_process_prints_its_object(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
     make(tmp_path / "a")
-    outputs = [CliRunner().invoke(z2a, ["watch", "--once", "--json", str(tmp_path)]).stdout for _ in range(2)]
-    assert [len(json.loads(output)["runs"]) for output in outputs] == [1, 1]
+    for _ in range(2):
+        output = CliRunner().invoke(z2a, ["watch", "--once", "--json", str(tmp_path)]).stdout
+        assert [run["step"] for run in json.loads(output)["runs"]] == [12]

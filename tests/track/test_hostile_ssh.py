@@ -147,16 +147,3 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
 def test_a_flood_of_names_is_cut_off(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="more than"):
         find_runs(["ssh://host/p"], command(tmp_path, "flood of lines"))
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("ssh://[::1]:22/p", ["-p", "22", "--", "::1"]),
-        ("ssh://me@[2001:db8::5]/p", ["--", "me@2001:db8::5"]),
-        ("ssh://[fe80::1%25eth0]/p", ["--", "fe80::1%eth0"]),
-    ],
-)
-def test_an_ipv6_address(url: str, words: list[str]) -> None:
-    address, path = parse_address(url)
-    assert (address.ssh_arguments, path) == (words, "/p")

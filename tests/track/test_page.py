@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,11 @@ import pytest
 
 from tests.conftest import tiny_recipe
 from tests.experiments.helpers import experiment, mixture_search, variant
-from tests.track.browser import browser, watching
+from tests.track.browser import browser, cleaned, complaints, watching
+from tests.track.runs import opened, recording
 from zero2all.base.io import write_record
-from zero2all.track import RunRecord
 from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.html_report import report_html
-from zero2all.track.run_locations import LocalRunLocation
-from zero2all.track.run_view import RunView
 from zero2all.train import train
 
 pytestmark = pytest.mark.slow
@@ -78,32 +77,39 @@ def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with browser(tmp_path_factory.mktemp("browser") / "profile") as started:
         yield started
 
 
 @pytest.fixture
-def page(opened: Any) -> Iterator[Any]:
-    """One browser for all tests; nothing that a page has stored or said is left for the next."""
-    yield opened
-    opened.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
-    opened.get("about:blank")
-    opened.get_log("browser")
+def page(chromium: Any) -> Iterator[Any]:
+    with cleaned(chromium) as clean:
+        yield clean
 
 
-def no_complaints(page: Any) -> None:
-    assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+@contextmanager
+def shown(page: Any, directory: Path, state: str = "") -> Iterator[str]:
+    """The page of a directory is open, and the browser has no complaint at the end. Yields the address."""
+    with watching(directory) as (url, _):
+        page.get(url + state)
+        yield url
+        assert complaints(page) == []
+        page.get("about:blank")  # else it would complain that the server ends
+
+
+def text_of(page: Any, selector: str) -> str:
+    found: str = page.execute_script(f"return document.querySelector('{selector}').textContent")
+    return found
 
 
 def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path / "run") as record:
         record.event("start", step=0, steps=100)
         for step in range(50):
             record.step(step, loss=8.0 - step / 20)
         record.flush()
-        with watching(tmp_path / "run") as (url, _):
-            page.get(url)
+        with shown(page, tmp_path / "run"):
             until(page, INK, "loss")
             record.sample(50, "zh", NASTY)
             record.step(50, **{"loss": 5.5, "loss/zh": 6.5, "loss/en": 4.5})
@@ -118,18 +124,16 @@ def test_it_follows_a_run_within_two_seconds_and_text_stays_text(page: Any, tmp_
             record.event("resume", step=20)
             record.step(20, loss=4.0)
             until(page, "return document.querySelector('.metrics').textContent.includes('21 / 100')")
-            no_complaints(page)
 
 
 def test_the_parts_of_a_step_are_stacked_and_the_legend_has_their_own_values(page: Any, tmp_path: Path) -> None:
     parts = {"time/other": 0.5, "time/data": 1.0, "time/backward": 2.5, "time/communication": 1.0}
-    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path / "run") as record:
         record.event("start", step=0, steps=100)
         for step in range(50):
             record.step(step, loss=1.0, **parts)
         record.flush()
-        with watching(tmp_path / "run") as (url, _):
-            page.get(url + "#lang=en")
+        with shown(page, tmp_path / "run", "#lang=en"):
             chart = "document.querySelector('[data-chart=\"time/*\"]')"
             until(page, f"{chart}?.scrollIntoView(); return Boolean({chart})")
             until(page, INK, "time/*")
@@ -139,21 +143,19 @@ def test_the_parts_of_a_step_are_stacked_and_the_legend_has_their_own_values(pag
             record.step(50, loss=1.0, **{**parts, "time/data": 6.0})
             until(page, f"return {chart}.querySelector('.legend').textContent.includes('data 6 (60%)')")
             assert filled > 20000, "areas, not lines"
-            no_complaints(page)
 
 
 def test_curves_are_smooth_utilization_is_one_chart_and_a_single_point_has_the_axis_of_the_run(
     page: Any, tmp_path: Path
 ) -> None:
-    with RunRecord(tmp_path / "run" / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path / "run") as record:
         record.event("start", step=0, steps=100)
         for step in range(100):
             utilization = {"mfu": 0.31, "mfu_palm": 0.32, "hfu": 0.33, "tflops": 1e12}
             validation = {"validation/en": 1.2, "validation/zh": 1.5} if step == 49 else {}
             record.step(step, loss=5.0 + step % 2, **utilization, **validation)
         record.flush()
-        with watching(tmp_path / "run") as (url, _):
-            page.get(url + "#lang=en")
+        with shown(page, tmp_path / "run", "#lang=en"):
             until(page, INK, "loss")
             assert page.execute_script("return document.querySelector('input[type=range]').value") == "0.8"
             legend = "return document.querySelector('[data-chart=loss] .legend b').textContent"
@@ -168,7 +170,6 @@ def test_curves_are_smooth_utilization_is_one_chart_and_a_single_point_has_the_a
             place, pixels = until(page, PLACE, "validation/*")
             assert pixels > 5
             assert place == pytest.approx(0.5, abs=0.05), "step 49 of 99"
-            no_complaints(page)
 
 
 def test_it_shows_probes_and_those_that_are_evaluated_while_it_is_open(page: Any, tmp_path: Path) -> None:
@@ -180,35 +181,31 @@ def test_it_shows_probes_and_those_that_are_evaluated_while_it_is_open(page: Any
         lines = [EvalLine(**fields, name=name, step=step, value=values[name], time=4e9) for name in values]
         append_evals(run, lines)
 
-    with RunRecord(run / "record.jsonl", system_every=None) as record:
+    with recording(run) as record:
         record.event("start", step=0, steps=900)
         record.step(0, loss=8.0)
         record.flush()
         for step in range(100, 700, 100):
             evaluate(step)
-        with watching(run) as (url, _):
-            page.get(url)
+        with shown(page, run):
             until(page, "document.querySelector('.probes')?.scrollIntoView(); return true")
             until(page, INK, "probes/own: probability")
-            count = "return document.querySelector('.probes summary').textContent"
-            assert page.execute_script(count).startswith("1 of 2 probes")
+            assert text_of(page, ".probes summary").startswith("1 of 2 probes")
             assert page.title == "zero2all"
             last = "return document.querySelector('.probes tr.best td:nth-child(6)')?.textContent"
             assert page.execute_script(last) == "0.6"
             evaluate(700)
             until(page, last + " === '0.7'")
             until(page, "return document.querySelector('.probes .legend').textContent.includes('0.7')")
-            no_complaints(page)
 
 
 def test_what_a_person_chooses_is_in_the_address_and_a_click_opens_the_documents(page: Any, trained: Path) -> None:
     from selenium.webdriver import ActionChains
 
-    with watching(trained) as (url, _):
-        page.get(url + "#smooth=0.6&x=tokens&logy=1&lang=zh&theme=dark")
+    with shown(page, trained, "#smooth=0.6&x=tokens&logy=1&lang=zh&theme=dark"):
         until(page, INK, "loss")
         assert page.execute_script("return document.documentElement.dataset.theme") == "dark"
-        assert page.execute_script("return document.querySelector('[data-chart=loss] h2').textContent") == "损失"
+        assert text_of(page, "[data-chart=loss] h2") == "损失"
         assert page.execute_script("return document.querySelector('select').value") == "tokens"
         over = mark_overlay(page)
         page.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
@@ -237,21 +234,18 @@ def test_what_a_person_chooses_is_in_the_address_and_a_click_opens_the_documents
         loss = "return parseFloat(document.querySelector('dialog td')?.textContent)"
         worst = until(page, loss, seconds=90)
         assert worst > 0
-        no_complaints(page)
 
 
 def test_a_report_opens_without_a_server(page: Any, trained: Path, tmp_path: Path) -> None:
-    run = RunView(LocalRunLocation(trained / "run"))
-    run.refresh()
-    (tmp_path / "report.html").write_text(report_html([run]), encoding="utf-8")
+    (tmp_path / "report.html").write_text(report_html([opened(trained / "run")]), encoding="utf-8")
     page.get((tmp_path / "report.html").as_uri())
     until(page, INK, "loss")
-    assert "80 / 80" in page.execute_script("return document.querySelector('.metrics').textContent")
-    no_complaints(page)
+    assert "80 / 80" in text_of(page, ".metrics")
+    assert complaints(page) == []
 
 
 def write_run(directory: Path, loss: float, *sources: str) -> None:
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:
+    with recording(directory) as record:
         record.event("start", step=0, steps=20)
         for step in range(20):
             record.step(step, **{"loss": loss + 1 / (step + 1), **{f"loss/{name}": loss for name in sources}})
@@ -260,12 +254,10 @@ def write_run(directory: Path, loss: float, *sources: str) -> None:
 def test_the_loss_of_a_single_source_has_no_chart_of_its_own(page: Any, tmp_path: Path) -> None:
     for name, sources in (("one", ["zh"]), ("two", ["zh", "en"])):
         write_run(tmp_path / name, 2.0, *sources)
-    with watching(tmp_path / "one") as (url, _):
-        page.get(url)
+    with shown(page, tmp_path / "one"):
         until(page, INK, "loss")
         assert page.execute_script("return document.querySelector('[data-chart=\"loss/*\"]')") is None
-    with watching(tmp_path) as (url, _):
-        page.get(url)
+    with shown(page, tmp_path):
         until(page, INK, "loss/*")
 
 
@@ -280,10 +272,9 @@ def test_an_experiment_has_a_table_and_a_plot_that_follow_its_record(page: Any, 
     unfinished = [replace(one, state="planned", result=None) for one in runs[4:]]
     write_record(directory / "experiment.json", experiment("sweep", *runs[:4], *unfinished, keys=[key]))
     rows = "return [...document.querySelectorAll('.experiment tr')].map((row) => row.textContent)"
-    with watching(directory) as (url, _):
-        page.get(url)
+    with shown(page, directory) as url:
         until(page, "return document.querySelectorAll('.run').length === 6")
-        assert "4 of 6 runs done" in page.execute_script("return document.querySelector('.experiment').textContent")
+        assert "4 of 6 runs done" in text_of(page, ".experiment")
         found = page.execute_script(rows)
         assert found[1].startswith("lr=2e-31.9050 ± 0.00711.90502 / 2")
         assert found[3].startswith(NASTY)
@@ -295,16 +286,14 @@ def test_an_experiment_has_a_table_and_a_plot_that_follow_its_record(page: Any, 
         until(page, INK, "loss")
         found = page.execute_script(rows)
         assert [row[:7] for row in found[1:]] == ["lr=2e-3", NASTY[:7], "lr=1e-3"]
-        drawn = "return document.querySelector('.experiment canvas')?.width > 100"
-        until(page, drawn)
-        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        until(page, "return document.querySelector('.experiment canvas')?.width > 100")
+        said = text_of(page, ".experiment")
         assert "lr=2e-3 is better than lr=1e-3 by 0.1000 ± 0.0304" in said
         assert f"seed 1: failed: {NASTY}" in said
         page.get(f"{url}#lang=zh")
         page.refresh()
         until(page, "return document.querySelector('.experiment')?.textContent.includes('lr=2e-3 优于 lr=1e-3')")
         assert page.title == "zero2all"
-        no_complaints(page)
 
 
 def test_a_mixture_search_has_a_table_of_its_sources(page: Any, tmp_path: Path) -> None:
@@ -313,48 +302,54 @@ def test_a_mixture_search_has_a_table_of_its_sources(page: Any, tmp_path: Path) 
     write_run(tmp_path / "mix" / record.variants[0].name, 2.0)
     write_record(tmp_path / "mix" / "experiment.json", record)
     rows = "return [...document.querySelectorAll('[data-table=sources] tr')].map((row) => row.children[0].textContent)"
-    with watching(tmp_path / "mix") as (url, _):
-        page.get(url)
+    with shown(page, tmp_path / "mix"):
         until(page, "return document.querySelector('[data-table=sources]')")
         assert page.execute_script(rows) == ["source", "zh", "en", NASTY]
-        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        said = text_of(page, ".experiment")
         assert f"leave-one-out error {record.fit.error:.4f} (the mean: {record.fit.mean_error:.4f})" in said
         assert "noise between seeds" not in said
-        assert page.execute_script("return document.querySelector('.experiment tr.best td').textContent") == (
-            record.groups[0].group
-        )
+        assert text_of(page, ".experiment tr.best td") == record.groups[0].group
         until(page, "return document.querySelector('.experiment canvas')?.width > 100")
-        no_complaints(page)
 
 
 def test_a_damaged_experiment_does_not_hide_the_runs(page: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "lr" / "run-1", 2.0)
     (tmp_path / "lr" / "experiment.json").write_text('{"format": 1, "name": "<b>lr</b>"}')
-    with watching(tmp_path / "lr") as (url, _):
-        page.get(url)
+    with shown(page, tmp_path / "lr"):
         until(page, INK, "loss")
-        said = page.execute_script("return document.querySelector('.experiment').textContent")
+        said = text_of(page, ".experiment")
         assert "cannot be read: experiment.json: name: String should match pattern" in said
-        no_complaints(page)
+
+
+@pytest.fixture(scope="module")
+def pictured(trained: Path) -> Iterator[str]:
+    """The address of the page of the run that pictures show."""
+    with watching(Path(os.environ.get("Z2A_SCREENSHOT_RUN", trained))) as (url, _):
+        yield url
+
+
+def take_picture(page: Any, address: str, charts: Sequence[str], path: Path) -> None:
+    page.get(address)
+    for chart in charts:  # a chart is drawn when it comes into view
+        until(page, INK, chart)
+    wide = page.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0, "nothing sticks out"
+    assert page.save_screenshot(str(Path(os.environ.get("Z2A_SCREENSHOTS", path.parent)) / path.name))
+    assert complaints(page) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "height", "phone", "state"),
+    ("name", "state"),
     [
-        ("track-dark", 1400, 1000, False, "theme=dark&smooth=0.6"),
-        ("track-light", 1400, 1000, False, "theme=light"),
-        ("track-phone", 390, 844, True, "theme=dark"),
-        ("track-zh", 1400, 1000, False, "theme=light&lang=zh&x=tokens&smooth=0.8"),
+        ("track-dark", "theme=dark&smooth=0.6"),
+        ("track-light", "theme=light"),
+        ("track-zh", "theme=light&lang=zh&x=tokens&smooth=0.8"),
     ],
 )
-def test_pictures(name: str, width: int, height: int, phone: bool, state: str, trained: Path, tmp_path: Path) -> None:
-    run = Path(os.environ.get("Z2A_SCREENSHOT_RUN", trained))
-    pictures = Path(os.environ.get("Z2A_SCREENSHOTS", tmp_path))
-    with watching(run) as (url, _), browser(tmp_path / "profile", width, height, phone) as page:
-        page.get(f"{url}#{state}")
-        for chart in ("loss",) if phone else ("loss", "lr"):  # a chart is drawn when it comes into view
-            until(page, INK, chart)
-        wide = page.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert wide <= 0, "nothing sticks out"
-        assert page.save_screenshot(str(pictures / f"{name}.png"))
-        no_complaints(page)
+def test_pictures(name: str, state: str, pictured: str, page: Any, tmp_path: Path) -> None:
+    take_picture(page, f"{pictured}#{state}", ("loss", "lr"), tmp_path / f"{name}.png")
+
+
+def test_a_picture_on_a_phone(pictured: str, tmp_path: Path) -> None:
+    with browser(tmp_path / "profile", 390, 844, phone=True) as page:
+        take_picture(page, f"{pictured}#theme=dark", ("loss",), tmp_path / "track-phone.png")

@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 
 from tests.sshd import free_port
 from tests.track.browser import watching
+from tests.track.runs import opened
 from tests.track.test_hostile import BAD_LINES, UNUSUAL_LINES, as_bytes
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.track import prometheus
@@ -28,7 +29,6 @@ from zero2all.track.eval_record import EvalLine, append_evals
 from zero2all.track.health_checks import check_health
 from zero2all.track.http_server import load_key
 from zero2all.track.prometheus import CONTENT_TYPE, FAMILIES, exposition, run_series, unreadable_run
-from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 from zero2all.track.server import build_app
 
@@ -126,12 +126,6 @@ def write_run(directory: Path, extra: dict[str, float] | None = None, steps: int
     )  # fmt: skip
     append_evals(directory, [probe])
     return opened(directory)
-
-
-def opened(directory: Path) -> RunView:
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
-    return run
 
 
 def exported(*runs: RunView) -> Parsed:
@@ -242,9 +236,9 @@ def test_a_run_without_a_step_has_no_values_but_is_listed(tmp_path: Path) -> Non
     assert exposition([]) == ""
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
-    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    runs = [write_run(tmp_path_factory.mktemp("runs") / name) for name in ("a", "b")]
     with TestClient(build_app(runs, KEY)) as opened_client:
         yield opened_client
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.track.runs import opened, record_steps, recording
 from zero2all.base.errors import UsageError
-from zero2all.track import RunRecord, read_steps, record_reader
+from zero2all.track import read_steps, record_reader
 from zero2all.track.record_index import index_path
 from zero2all.track.record_lines import LoggedLine, SampleLine
 from zero2all.track.run_locations import LocalRunLocation, find_runs
@@ -20,7 +21,7 @@ def write(path: Path, rng: random.Random, resumes: list[tuple[int, int]], until:
     """Steps with resumes: at (a, b) it fell back from a to b."""
     first = 0
     for stop, back in [*resumes, (until, until)]:
-        with RunRecord(path, system_every=None) as record:
+        with recording(path.parent) as record:
             record.event("resume" if first else "start", step=first, steps=until)
             for step in range(first, stop):
                 values = {"loss": rng.random(), "tokens": (step + 1) * 100.0}
@@ -75,13 +76,11 @@ def test_following_step_by_step_gives_the_same_as_opening_at_the_end(tmp_path: P
 def test_a_long_range_is_drawn_from_chunks_and_no_spike_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "record.jsonl"
-    with RunRecord(path, system_every=None) as record:
+    with recording(tmp_path) as record:
         for step in range(5000):
             record.step(step, loss=9.0 if step == 3210 else 1.0)
-    run = RunView(LocalRunLocation(tmp_path))
     monkeypatch.setattr(record_reader, "MAX_RAW_BYTES", 50_000)
-    run.refresh()
+    run = opened(tmp_path)
     table = run.table(["loss"], points=50)
     assert table.high is not None
     assert table.low is not None
@@ -96,10 +95,9 @@ def test_a_long_range_is_drawn_from_chunks_and_no_spike_is_lost(
 
 def test_ranks_are_merged_under_their_numbers(tmp_path: Path) -> None:
     for rank in (0, 3):
-        with RunRecord(tmp_path / "record.jsonl", rank=rank, system_every=None) as record:
+        with recording(tmp_path, rank=rank) as record:
             record.step(0, loss=float(rank))
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     assert run.names == ["loss", "loss@3"]
     assert run.table(["loss"], rank=3).mean["loss"].tolist() == [3.0]
 
@@ -107,23 +105,11 @@ def test_ranks_are_merged_under_their_numbers(tmp_path: Path) -> None:
 def test_a_record_that_was_replaced_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     write(path, random.Random(3), [], 200)
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     path.unlink()
     write(path, random.Random(4), [], 50)
     run.refresh()
     same_as_record(run, path)
-
-
-def test_runs_are_found_in_below_and_above(tmp_path: Path) -> None:
-    for name in ("one/run", "two", "three/run"):
-        with RunRecord(tmp_path / name / "record.jsonl", system_every=None) as record:
-            record.step(0, loss=1.0)
-    assert sorted(location.name for location in find_runs([str(tmp_path)])) == ["one", "three", "two"]
-    assert [location.name for location in find_runs([str(tmp_path / "one")])] == ["one"]
-    assert [location.name for location in find_runs([str(tmp_path / "two")])] == ["two"]
-    with pytest.raises(UsageError, match="no run in"):
-        find_runs([str(tmp_path / "nothing")])
 
 
 def names(*targets: Path) -> list[str]:
@@ -133,8 +119,7 @@ def names(*targets: Path) -> list[str]:
 def test_all_runs_of_a_workspace_are_found_and_told_apart(tmp_path: Path) -> None:
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
     for run in (first / "run", first / "deeper", first / "experiments" / "lr" / "a-seed1", second / "deeper"):
-        with RunRecord(run / "record.jsonl", system_every=None) as record:
-            record.step(0, loss=1.0)
+        record_steps(run)
         (run / "checkpoints").mkdir()
         (run / "checkpoints" / "record.jsonl").touch()
     (first / "loop").symlink_to(first)
@@ -147,6 +132,8 @@ def test_all_runs_of_a_workspace_are_found_and_told_apart(tmp_path: Path) -> Non
     assert names(first / "deeper", first / "deeper") == ["deeper"]
     (tmp_path / "link").symlink_to(first / "run")
     assert names(tmp_path / "link") == ["link"]
+    with pytest.raises(UsageError, match="no run in"):
+        names(tmp_path / "nothing")
 
 
 def test_only_the_files_of_a_run_are_read_and_no_link_leads_out(tmp_path: Path) -> None:
@@ -165,13 +152,12 @@ def test_only_the_files_of_a_run_are_read_and_no_link_leads_out(tmp_path: Path) 
 
 
 def test_evaluations_are_series_of_their_own(tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         for step in range(6):
             record.step(step, loss=1.0)
             if step % 3 == 2:
                 record.event("evaluation", step=step, bits_per_byte=2.0 - step, sources={"zh": {"bits_per_byte": 3.0}})
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     assert run.names == ["loss", "validation/all", "validation/zh"]
     assert run.validation_table().steps.tolist() == [2, 5]
     assert run.validation_table().mean["validation/all"].tolist() == [0.0, -3.0]
@@ -179,11 +165,9 @@ def test_evaluations_are_series_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_source_named_all_does_not_hide_the_total(tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         record.event("evaluation", step=0, bits_per_byte=2.0, sources={"all": {"bits_per_byte": 3.0}})
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
-    table = run.validation_table()
+    table = opened(tmp_path).validation_table()
     assert {name: column.tolist() for name, column in table.mean.items()} == {
         "validation/all": [2.0],
         "validation/all (source)": [3.0],
@@ -193,7 +177,7 @@ def test_a_source_named_all_does_not_hide_the_total(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_index", [True, False])
 def test_the_newest_value_of_each_metric(tmp_path: Path, with_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that is recorded rarely, and not of steps that a restart discarded."""
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         record.event("start", step=0, steps=1000)
         for step in range(500):
             record.step(step, loss=float(step), **({"rare": float(step)} if step % 7 == 0 and step < 100 else {}))
@@ -201,27 +185,23 @@ def test_the_newest_value_of_each_metric(tmp_path: Path, with_index: bool, monke
         record.step(450, loss=np.nan)
     if not with_index:
         (tmp_path / "record.index.jsonl").unlink()
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
+    run = opened(tmp_path)
     values = run.readers[0].latest_values()
     assert np.isnan(values["loss"])
     assert values["rare"] == 98.0
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         for step in range(451, 600):
             record.step(step, loss=np.nan)
         record.event("resume", step=50, steps=1000)
     run.refresh()
     assert run.readers[0].latest_values() == {"loss": 49.0, "rare": 49.0}
     monkeypatch.setattr(record_reader, "MAX_RAW_BYTES", 0)
-    again = RunView(LocalRunLocation(tmp_path))
-    again.refresh()
-    assert again.readers[0].latest_values() == pytest.approx({"loss": 24.5, "rare": 24.5}), "means of a chunk"
+    latest = opened(tmp_path).readers[0].latest_values()
+    assert latest == pytest.approx({"loss": 24.5, "rare": 24.5}), "means of a chunk"
 
 
 def test_a_value_that_is_nan_for_a_whole_chunk_is_not_the_one_before(tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         for step in range(256):
             record.step(step, loss=1.0 if step < 64 else np.nan)
-    run = RunView(LocalRunLocation(tmp_path))
-    run.refresh()
-    assert np.isnan(run.readers[0].latest_values()["loss"])
+    assert np.isnan(opened(tmp_path).readers[0].latest_values()["loss"])

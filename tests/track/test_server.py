@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests.track.browser import watching
+from tests.track.runs import opened, record_steps, recording
 from zero2all.base.errors import Z2aError
-from zero2all.track import RunRecord
 from zero2all.track.html_report import report_html
 from zero2all.track.http_server import serve
 from zero2all.track.live_run import LiveRun
@@ -32,16 +32,14 @@ NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 
 def make_run(directory: Path, steps: int = 30) -> RunView:
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:
+    with recording(directory) as record:
         record.event("start", step=0, steps=steps)
         for step in range(steps):
             record.step(step, **{"loss": 8.0 - step / 10, "loss/zh": 1.0 if step != 3 else float("nan")})
         record.sample(steps, "zh", NASTY)
         record.event("spike", step=5, documents=[{"gid": "a", "loss": 9.0, "text": NASTY}])
     (directory / "recipe.yaml").write_text("name: x\ntrain: {batch_tokens: 100}\n")
-    run = RunView(LocalRunLocation(directory))
-    run.refresh()
-    return run
+    return opened(directory)
 
 
 def documents(directory: Path, step: int, losses: bool) -> dict[str, Any]:
@@ -54,9 +52,9 @@ def documents(directory: Path, step: int, losses: bool) -> dict[str, Any]:
 def client(tmp_path: Path) -> Iterator[TestClient]:
     (tmp_path / "secret.txt").write_text("private")
     app = build_app([make_run(tmp_path / "run")], KEY, documents)
-    with TestClient(app) as opened:
-        opened.params = {"key": KEY}
-        yield opened
+    with TestClient(app) as started:
+        started.params = {"key": KEY}
+        yield started
 
 
 def test_runs_and_series(client: TestClient) -> None:
@@ -137,46 +135,41 @@ def test_no_address_leads_outside_the_runs(client: TestClient, path: str) -> Non
     assert "private" not in answer.text
 
 
-def test_invalid_numbers_are_rejected(client: TestClient) -> None:
-    assert client.get("/api/runs/0/series", params={"name": "loss", "from": "x"}).status_code == 400
-    assert client.get("/api/runs/0/documents", params={"step": "1; rm"}).status_code == 400
-
-
-@pytest.mark.parametrize("points", ["-5", "0", "9" * 5000, "1e3", "", "x"])
-def test_a_number_of_points_that_cannot_be_is_refused(client: TestClient, points: str) -> None:
-    assert client.get("/api/runs/0/series", params={"name": "loss", "points": points}).status_code == 400
-
-
-@pytest.mark.parametrize("query", ["from=nan&to=nan", "from=inf&to=-inf", "from=1e400", "from=5&to=2"])
-def test_an_unusual_range_is_empty_or_all(client: TestClient, query: str) -> None:
-    assert client.get(f"/api/runs/0/series?key={KEY}&name=loss&points=5&{query}").status_code == 200
-
-
-@pytest.mark.parametrize("step", ["-1", "9" * 400])
-def test_a_step_that_cannot_be_is_refused(client: TestClient, step: str) -> None:
-    assert client.get("/api/runs/0/documents", params={"step": step}).status_code == 400
-    assert client.get("/api/runs/0/text", params={"kind": "sample", "name": "zh", "step": step}).status_code == 400
+@pytest.mark.parametrize(
+    ("path", "values", "status"),
+    [
+        ("series?name=loss&from={}", ["x"], 400),
+        ("series?name=loss&points={}", ["-5", "0", "9" * 5000, "1e3", "", "x"], 400),
+        ("documents?step={}", ["1; rm", "-1", "9" * 400], 400),
+        ("text?kind=sample&name=zh&step={}", ["-1", "9" * 400], 400),
+        ("series?name=loss&points=5&{}", ["from=nan&to=nan", "from=inf&to=-inf", "from=1e400", "from=5&to=2"], 200),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_and_an_unusual_range_is_empty_or_all(
+    client: TestClient, path: str, values: list[str], status: int
+) -> None:
+    client.params = {}  # they would replace those of the path
+    answers = {value: client.get(f"/api/runs/0/{path.format(value)}&key={KEY}").status_code for value in values}
+    assert answers == dict.fromkeys(values, status)
 
 
 def test_an_update_has_the_lines_since_and_a_resume_reloads_everything(tmp_path: Path) -> None:
     live_run = LiveRun(make_run(tmp_path, steps=10))
     seen = live_run.seen()
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
-        record.step(10, loss=7.0)
+    record_steps(tmp_path, [10])
     live_run.refresh()
     assert live_run.version > seen.version
     update, seen = live_run.update_since(seen)
     assert [line.step for line in update.lines] == [10]
     assert not update.reload
     assert update.evals is None
-    with RunRecord(tmp_path / "record.jsonl", rank=1, system_every=None) as other:
+    with recording(tmp_path, rank=1) as other:
         other.step(10, loss=7.0)
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
-        record.step(11, loss=7.0)
+    record_steps(tmp_path, [11])
     live_run.refresh()
     update, seen = live_run.update_since(seen)
     assert (update.ranks, update.reload) == (True, False)
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
+    with recording(tmp_path) as record:
         record.event("resume", step=8)
     live_run.refresh()
     assert live_run.update_since(seen)[0].reload

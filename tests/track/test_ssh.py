@@ -16,8 +16,8 @@ import pytest
 
 from tests.sshd import answers, sshd, wait_for, write_client
 from tests.track.browser import watching
+from tests.track.runs import record_steps, recording, spy_reads
 from zero2all.base.errors import UsageError
-from zero2all.track import RunRecord
 from zero2all.track.run_locations import find_runs
 from zero2all.track.run_view import RunView
 from zero2all.track.ssh import SshConnection, UnreachableError, parse_address
@@ -94,7 +94,7 @@ def test_the_page_follows_a_remote_run_and_no_step_is_missing_after_a_disconnect
 ) -> None:
     wire, home = remote
     directory = tmp_path / "it's a $(run) dir" / "run"  # quoted on its way through the shells
-    with RunRecord(directory / "record.jsonl", system_every=None) as record:
+    with recording(directory) as record:
         record.event("start", step=0, steps=1000)
         written = 0
 
@@ -166,15 +166,9 @@ def test_a_long_record_is_opened_by_its_index_and_read_only_where_it_is_viewed(
     remote: tuple[Wire, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, home = remote
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
-        for step in range(3000):
-            record.step(step, loss=float(step))
+    record_steps(tmp_path, range(3000))
     [location] = find_runs([f"ssh://there{tmp_path}"], f"ssh -F {home}/client_host")
-    asked: list[tuple[str, int]] = []
-    read = location.read
-    monkeypatch.setattr(
-        location, "read", lambda file, start, length: asked.append((file, length)) or read(file, start, length)
-    )
+    asked = spy_reads(location, monkeypatch)
     monkeypatch.setattr("zero2all.track.record_reader.MAX_RAW_BYTES", 20_000)
     run = RunView(location)
     run.refresh()
@@ -186,29 +180,31 @@ def test_a_long_record_is_opened_by_its_index_and_read_only_where_it_is_viewed(
     assert run.table(["loss"], 1000, 1010).mean["loss"].tolist() == list(range(1000, 1011))
 
 
+INVALID = [
+    "-oProxyCommand=touch/x", "user@-oProxyCommand=x/y", "-l@host/x", "host", "host/", "host:port/x", "ho st/x",
+    "host/a%0ab",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", INVALID)
+def test_invalid_addresses_are_rejected(address: str) -> None:
+    with pytest.raises(UsageError, match="is not ssh://"):
+        parse_address(f"ssh://{address}")
+
+
 @pytest.mark.parametrize(
-    "url",
+    ("url", "words", "path"),
     [
-        "ssh://-oProxyCommand=touch/x",
-        "ssh://user@-oProxyCommand=x/y",
-        "ssh://-l@host/x",
-        "ssh://host",
-        "ssh://host/",
-        "ssh://host:port/x",
-        "ssh://ho st/x",
-        "ssh://host/a%0ab",
+        ("ssh://me@cluster:2222/runs/my%20run/", ["-p", "2222", "--", "me@cluster"], "/runs/my run"),
+        ("ssh://cluster/~/runs", ["--", "cluster"], "runs"),
+        ("ssh://[::1]:22/p", ["-p", "22", "--", "::1"], "/p"),
+        ("ssh://me@[2001:db8::5]/p", ["--", "me@2001:db8::5"], "/p"),
+        ("ssh://[fe80::1%25eth0]/p", ["--", "fe80::1%eth0"], "/p"),
     ],
 )
-def test_invalid_addresses_are_rejected(url: str) -> None:
-    with pytest.raises(UsageError, match="is not ssh://"):
-        parse_address(url)
-
-
-def test_an_address_has_user_host_port_and_path() -> None:
-    address, path = parse_address("ssh://me@cluster:2222/runs/my%20run/")
-    assert address.ssh_arguments == ["-p", "2222", "--", "me@cluster"]
-    assert path == "/runs/my run"
-    assert parse_address("ssh://cluster/~/runs")[1] == "runs"
+def test_an_address_has_user_host_port_and_path(url: str, words: list[str], path: str) -> None:
+    address, found = parse_address(url)
+    assert (address.ssh_arguments, found) == (words, path)
 
 
 def test_without_ssh_the_error_names_openssh() -> None:
@@ -221,8 +217,7 @@ def test_an_ipv6_address_is_reached(remote: tuple[Wire, Path], tmp_path: Path) -
     wire, home = remote
     if not wire.listens_on_ipv6:
         pytest.skip("no IPv6 loopback here")
-    with RunRecord(tmp_path / "record.jsonl", system_every=None) as record:
-        record.step(7, loss=1.0)
+    record_steps(tmp_path, [7])
     (home / "client_ipv6").write_text(
         f"IdentityFile {home}/user\nIdentitiesOnly yes\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n"
         "BatchMode yes\nLogLevel ERROR\n"

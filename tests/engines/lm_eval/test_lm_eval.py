@@ -19,13 +19,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_recipe
+from tests.runs import train_run
 from zero2all.base.errors import UsageError
 from zero2all.cli.main import app
 from zero2all.evals import open_target
 from zero2all.evals.lm_eval_model import Z2allLM, run_lm_eval
 from zero2all.export import export_run
-from zero2all.train import Run, train
+from zero2all.train import Run
 
 ITEMS = 100  # of each task
 TOLERANCE = 1e-4  # nats
@@ -45,9 +45,7 @@ ARC = {
 @pytest.fixture(scope="module")
 def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     options = ["train.steps=20", "model.max_position_embeddings=512", "model.initializer_range=0.2"]
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('lm-eval')}", *options)
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return train_run(workspace, tmp_path_factory.mktemp("lm-eval"), *options)
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from tests.conftest import tiny_recipe
+from tests.runs import train_run
 from zero2all.export import export_adapter_of_run, export_run
 from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.model.hf_weights import hf_names
 from zero2all.recipe.objective import DPORecipe, GRPORecipe, KTORecipe
-from zero2all.train import Run, train
+from zero2all.train import Run
 from zero2all.train.objectives import (
     AnswerBatch,
     RolloutBatch,
@@ -45,9 +45,7 @@ LOGGING: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "dis
 
 @pytest.fixture(scope="module")
 def run(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = tiny_recipe(workspace, f"out={tmp_path_factory.mktemp('base')}", "train.steps=6")
-    train(recipe)
-    return Run.open(recipe.run_dir)
+    return train_run(workspace, tmp_path_factory.mktemp("base"), "train.steps=6")
 
 
 @pytest.fixture(scope="module")
@@ -326,11 +324,8 @@ def test_peft_computes_our_logits_with_our_adapter(
 ) -> None:
     from peft import PeftModel
 
-    recipe = tiny_recipe(
-        workspace, f"out={tmp_path}/lora", f"train.init={run.directory}", "model.lora={rank: 4}", "train.steps=8"
-    )
-    train(recipe)
-    tuned = Run.open(recipe.run_dir)
+    options = [f"train.init={run.directory}", "model.lora={rank: 4}", "train.steps=8"]
+    tuned = train_run(workspace, tmp_path / "lora", *options)
     export_adapter_of_run(tuned, tmp_path / "adapter")
     base, _ = theirs(exported)
     tokens = torch.arange(3, 35)[None]

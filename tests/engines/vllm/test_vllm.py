@@ -18,6 +18,8 @@ import torch
 
 from tests.chats import CHATS
 from tests.conftest import CHINESE, ENGLISH, tiny_recipe
+from tests.export.variants import VARIANTS as SHARED
+from tests.export.variants import YARN
 from tests.model.helpers import EXPERTS, make
 from zero2all.export import export_run
 from zero2all.model import Z2all, export_hf
@@ -34,32 +36,14 @@ pytestmark = [
 TOLERANCE = 1e-3  # nats, in fp32
 PROMPTS = 20
 CONTEXT = 256
-GLM = {**EXPERTS, "scoring_func": "sigmoid", "load_balancing": "bias", "n_shared_experts": 1}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
+VARIANTS: dict[str, dict[str, Any]] = SHARED | {
     "llama, tied, mqa, wide heads": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 64},
-    "llama, linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama, yarn": {"rope_scaling": YARN},
-    "llama, llama3 rope": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-    },
-    "qwen2": {"qkv_bias": True},
     "qwen2, window": {"qkv_bias": True, "sliding_window": 24},
-    "qwen3": {"qk_norm": True, "tie_word_embeddings": True},
     "qwen3, bias, window, yarn": {"qk_norm": True, "qkv_bias": True, "sliding_window": 24, "rope_scaling": YARN},
-    "qwen3-moe": {"qk_norm": True, "moe": EXPERTS},
     "qwen3-moe, window, dense layer": {
         "qk_norm": True,
         "sliding_window": 24,
         "moe": {**EXPERTS, "first_k_dense_replace": 1, "norm_topk_prob": False},
-    },
-    "glm4-moe": {"moe": GLM},
-    "glm4-moe, tied, balanced by a loss": {"tie_word_embeddings": True, "moe": {**GLM, "load_balancing": "aux"}},
-    "glm4-moe, qk-norm, bias, dense layer": {
-        "qk_norm": True,
-        "qkv_bias": True,
-        "moe": {**GLM, "first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False},
     },
 }
 TEXTS = [

@@ -13,11 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from tests.evals.bench.fakes import write_benchmarks
+from tests.runs import wide_model
 from zero2all.cli.main import app
 from zero2all.evals import EvalTarget, open_target
-from zero2all.model import Z2all
 from zero2all.model.hf import export_hf
-from zero2all.recipe import ModelConfig
 from zero2all.tokenizer import Tokenizer
 
 
@@ -26,13 +25,7 @@ def model_directory(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -
     directory = tmp_path_factory.mktemp("bench") / "hf"
     shutil.copytree(workspace / "tokenizer", directory)
     tokenizer = Tokenizer(directory)
-    config = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
-        "vocab_size": tokenizer.vocab_size,
-    }  # fmt: skip
-    model = Z2all(ModelConfig.model_validate(config)).init_weights(1).eval()
-    export_hf(model, directory, tokenizer.stop_token_ids)
+    export_hf(wide_model(vocab_size=tokenizer.vocab_size), directory, tokenizer.stop_token_ids)
     return directory
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.evals.bench.fakes import FakeScorer, always, random_items, random_task, write_benchmarks
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.evals.bench.evaluate import choice_queries, evaluate_task, first_line, is_right_answer
-from zero2all.evals.bench.items import AnswerItem, ChoiceItem, CodeItem
+from zero2all.evals.bench.items import AnswerItem, ChoiceItem, CodeItem, Form
 from zero2all.evals.bench.report import ORIGINAL, BenchEvaluation, summarize
 from zero2all.evals.bench.tasks import Task, read_tasks
 from zero2all.sandbox import Sandbox
@@ -26,34 +26,34 @@ def read(data: Path, name: str) -> Task:
     return next(read_tasks(data, [name]))
 
 
-def test_the_cloze_prompt_of_arc_is_that_of_lm_eval(data: Path) -> None:
-    task = read(data, "arc_easy")
-    query = choice_queries(task, task.choice_items, "cloze", 0)[1]
-    assert query.context == "Question: Colour 1?\nAnswer:"
-    assert query.continuations == (" red", " blue", " green")
-    assert task.choice_items[0].answers == (1,)
+CMMLU = (
+    "以下是关于农学的单项选择题，请直接给出正确答案的选项。\n\n"
+    "问题dev0\nA. 甲0\nB. 乙\nC. 丙\nD. 丁\n答案： A\n\n"
+    "问题dev1\nA. 甲1\nB. 乙\nC. 丙\nD. 丁\n答案： B\n\n"
+    "问题test1\nA. 甲1\nB. 乙\nC. 丙\nD. 丁\n答案："
+)
+MMLU = (
+    "The following are multiple choice questions (with answers) about high school physics.\n\n"
+    "test 2?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
+)
 
 
-def test_the_letter_prompt_of_cmmlu_is_that_of_lm_eval(data: Path) -> None:
-    task = read(data, "cmmlu")
-    query = choice_queries(task, task.choice_items, "letter", 2)[1]
-    assert query.context == (
-        "以下是关于农学的单项选择题，请直接给出正确答案的选项。\n\n"
-        "问题dev0\nA. 甲0\nB. 乙\nC. 丙\nD. 丁\n答案： A\n\n"
-        "问题dev1\nA. 甲1\nB. 乙\nC. 丙\nD. 丁\n答案： B\n\n"
-        "问题test1\nA. 甲1\nB. 乙\nC. 丙\nD. 丁\n答案："
-    )
-    assert query.continuations == (" A", " B", " C", " D")
-
-
-def test_the_letter_prompt_of_mmlu_is_that_of_lm_eval(data: Path) -> None:
-    task = read(data, "mmlu")
-    query = choice_queries(task, task.choice_items, "letter", 0)[2]
-    assert query.context == (
-        "The following are multiple choice questions (with answers) about high school physics.\n\n"
-        "test 2?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
-    )
-    assert task.choice_items[2].answers == (2,)
+@pytest.mark.parametrize(
+    ("name", "form", "shots", "answer", "context", "continuations"),
+    [
+        ("arc_easy", "cloze", 0, 1, "Question: Colour 1?\nAnswer:", (" red", " blue", " green")),
+        ("cmmlu", "letter", 2, 1, CMMLU, (" A", " B", " C", " D")),
+        ("mmlu", "letter", 0, 2, MMLU, (" A", " B", " C", " D")),
+    ],
+)
+def test_the_prompt_is_that_of_lm_eval(
+    data: Path, name: str, form: Form, shots: int, answer: int, context: str, continuations: tuple[str, ...]
+) -> None:
+    """Of the question with the number of its answer."""
+    task = read(data, name)
+    query = choice_queries(task, task.choice_items, form, shots)[answer]
+    assert (query.context, query.continuations) == (context, continuations)
+    assert task.choice_items[answer].answers == (answer,)
 
 
 def test_the_last_word_of_lambada_is_scored_with_its_space(data: Path) -> None:

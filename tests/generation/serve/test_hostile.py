@@ -6,9 +6,11 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,8 +19,16 @@ import torch
 
 from tests.generation.serve.servers import KEY, Served, serve, wait_until_idle
 from zero2all.generation import SamplingParams
-from zero2all.generation.decoder import GenerationRequest
-from zero2all.generation.serve.api_answers import parse_tool_calls
+from zero2all.generation.decoder import Completion, GenerationRequest, TextPiece
+from zero2all.generation.serve.api_answers import (
+    ChatAnswer,
+    Choice,
+    ServedModel,
+    TokenTexts,
+    add_piece,
+    parse_tool_calls,
+)
+from zero2all.generation.serve.api_requests import ChatRequest
 from zero2all.generation.serve.app import ServerLimits
 from zero2all.generation.serve.engine import Failure, ServingEngine, TooManyAnswersError
 from zero2all.train import Run
@@ -31,6 +41,56 @@ USER = {"role": "user", "content": "a"}
 def http(server: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, headers=HEADERS, trust_env=False, timeout=60) as client:
         yield client
+
+
+def complete(server: Served, body: dict[str, Any], timeout: float = 120.0) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, trust_env=False, timeout=timeout)
+
+
+def make_engine(run: Run, rows: int, max_waiting: int) -> ServingEngine:
+    return ServingEngine(run.load_model(), run.tokenizer(), rows, max_waiting)
+
+
+@contextmanager
+def slow_server(
+    run: Run, max_waiting: int, wait: Callable[[], object], limits: ServerLimits | None = None
+) -> Iterator[Served]:
+    """A server of one row that waits before each step."""
+    engine = make_engine(run, 1, max_waiting)
+    step = engine._decoder.step
+    engine._decoder.step = lambda: (wait(), step())[1]  # type: ignore[method-assign]
+    with serve(engine, ServedModel("tiny", run.tokenizer(), None), limits) as server:
+        yield server
+
+
+class Received:
+    """The pieces of requests that an engine was given."""
+
+    def __init__(self, engine: ServingEngine, requests: list[GenerationRequest]) -> None:
+        self._pieces: list[list[Any]] = [[] for _ in requests]
+        self._left, self._done = len(requests), threading.Event()
+        for place, request in enumerate(requests):
+            engine.submit([request], partial(self._receive, place))
+
+    def _receive(self, place: int, piece: Any) -> None:
+        self._pieces[place].append(piece)
+        if isinstance(piece, Failure) or piece.completion is not None:
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+
+    def wait(self) -> list[list[Any]]:
+        assert self._done.wait(120)
+        return self._pieces
+
+
+def stream_all(engine: ServingEngine, requests: list[GenerationRequest]) -> list[list[Any]]:
+    """All pieces of each request; submitted before the engine starts, so that they share their steps."""
+    received = Received(engine, requests)
+    with engine:
+        pieces = received.wait()
+        wait_until_idle(engine)
+    return pieces
 
 
 def check_error(answer: httpx.Response, status: int, text: str = "") -> None:
@@ -157,41 +217,24 @@ def test_a_client_that_goes_away_frees_its_slot(server: Served, http: httpx.Clie
 
 def test_a_client_that_goes_away_while_its_whole_answer_is_generated_frees_its_slot(served_run: Run) -> None:
     """Pieces keep coming, so that nothing ever times out."""
-    from zero2all.generation.serve.api_answers import ServedModel
-
-    tokenizer = served_run.tokenizer()
-    engine = ServingEngine(served_run.load_model(), tokenizer, rows=1, max_waiting=2)
-    step = engine._decoder.step
-    engine._decoder.step = lambda: (time.sleep(0.1), step())[1]  # type: ignore[method-assign]
-    with serve(engine, ServedModel("tiny", tokenizer, None)) as server:
-        body = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0}
+    with slow_server(served_run, 2, lambda: time.sleep(0.1)) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, trust_env=False, timeout=1.0)
-        wait_until_idle(engine, 10)
-        assert engine.stats.cancelled == 1
+            complete(server, {"prompt": [5, 6], "max_tokens": 400, "temperature": 0}, timeout=1.0)
+        wait_until_idle(server.engine, 10)
+        assert server.engine.stats.cancelled == 1
 
 
 def test_a_request_of_more_answers_than_the_queue_holds_is_taken_by_an_idle_server(server: Served) -> None:
     wait_until_idle(server.engine)
-    body = {"prompt": ["a"] * 100, "max_tokens": 1}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, trust_env=False, timeout=120)
-    assert len(answer.json()["choices"]) == 100
+    assert len(complete(server, {"prompt": ["a"] * 100, "max_tokens": 1}).json()["choices"]) == 100
 
 
 def test_a_full_queue_is_a_429_and_a_long_request_a_504(served_run: Run) -> None:
-    tokenizer = served_run.tokenizer()
-    from zero2all.generation.serve.api_answers import ServedModel
-
-    engine = ServingEngine(served_run.load_model(), tokenizer, rows=1, max_waiting=1)
-    slow = threading.Event()
-    original = engine._decoder.step
-    engine._decoder.step = lambda: (slow.wait(1.5), original())[1]  # type: ignore[method-assign]
-    limits = ServerLimits(seconds=2.0)
-    with serve(engine, ServedModel("tiny", tokenizer, None), limits) as server:
-        body = {"prompt": [5, 6], "max_tokens": 50, "temperature": 0}
+    fast = threading.Event()
+    with slow_server(served_run, 1, lambda: fast.wait(1.5), ServerLimits(seconds=2.0)) as server:
 
         def ask() -> int:
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, trust_env=False, timeout=60)
+            answer = complete(server, {"prompt": [5, 6], "max_tokens": 50, "temperature": 0}, timeout=60)
             if answer.status_code == 429:
                 assert answer.headers["retry-after"]
             return answer.status_code
@@ -199,33 +242,26 @@ def test_a_full_queue_is_a_429_and_a_long_request_a_504(served_run: Run) -> None
         with ThreadPoolExecutor(6) as pool:
             codes = list(pool.map(lambda _: ask(), range(6)))
         assert sorted(codes) == [429, 429, 429, 429, 504, 504]
-        slow.set()
-        wait_until_idle(engine)
+        fast.set()
+        wait_until_idle(server.engine)
         assert ask() == 200
 
 
 def test_after_an_error_in_the_model_the_server_goes_on(served_run: Run) -> None:
-    tokenizer = served_run.tokenizer()
-    with ServingEngine(served_run.load_model(), tokenizer, rows=2, max_waiting=4) as engine:
-        original = engine._decoder.step
+    engine = make_engine(served_run, 2, 4)
+    original = engine._decoder.step
 
-        def fail() -> Any:
-            engine._decoder.step = original  # type: ignore[method-assign]
-            raise RuntimeError("out of memory")
+    def fail() -> Any:
+        engine._decoder.step = original  # type: ignore[method-assign]
+        raise RuntimeError("out of memory")
 
-        engine._decoder.step = fail  # type: ignore[method-assign]
-        found: list[Any] = []
-        done = threading.Event()
-        request = GenerationRequest(0, [5, 6, 7], 4, SamplingParams(max_tokens=4))
-        engine.submit([request], lambda piece: (found.append(piece), done.set()))
-        assert done.wait(30)
-        assert found == [Failure(0, "RuntimeError")]
+    engine._decoder.step = fail  # type: ignore[method-assign]
+    request = GenerationRequest(0, [5, 6, 7], 4, SamplingParams(max_tokens=4))
+    with engine:
+        assert Received(engine, [request]).wait() == [[Failure(0, "RuntimeError")]]
         wait_until_idle(engine)
-        pieces: list[Any] = []
-        ended = threading.Event()
-        engine.submit([request], lambda piece: (pieces.append(piece), piece.completion and ended.set()))
-        assert ended.wait(30)
-        assert len(pieces[-1].completion.tokens) <= 4
+        [[*_, last]] = Received(engine, [request]).wait()
+    assert len(last.completion.tokens) <= 4
 
 
 @pytest.mark.slow
@@ -260,8 +296,7 @@ def test_64_streams_of_which_some_disconnect_leave_no_slot(server: Served) -> No
 
 
 def test_mixed_parameters_in_one_batch_do_not_disturb_each_other(served_run: Run) -> None:
-    """Each request gets what it gets alone."""
-    tokenizer, model = served_run.tokenizer(), served_run.load_model()
+    """Each request gets what it gets alone, in an engine of one row."""
     variants = [
         SamplingParams(max_tokens=12, temperature=0),
         SamplingParams(max_tokens=30, temperature=1.0, seed=3),
@@ -270,25 +305,11 @@ def test_mixed_parameters_in_one_batch_do_not_disturb_each_other(served_run: Run
         SamplingParams(max_tokens=25, temperature=0, repetition_penalty=1.2),
     ]
     requests = [GenerationRequest(0, [480, 5 + n, 40], one.max_tokens, one) for n, one in enumerate(variants * 2)]
-
-    def run(rows: int, together: bool) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        with ServingEngine(model, tokenizer, rows, max_waiting=64) as engine:
-            ended = [threading.Event() for _ in requests]
-            for place, request in enumerate(requests):
-
-                def receive(piece: Any, place: int = place) -> None:
-                    if piece.completion is not None:
-                        found[place] = piece.completion.tokens
-                        ended[place].set()
-
-                engine.submit([request], receive)
-                if not together:
-                    assert ended[place].wait(30)
-            assert all(event.wait(30) for event in ended)
-        return [found[place] for place in range(len(requests))]
-
-    assert run(3, together=True) == run(1, together=False)
+    together, alone = (
+        [pieces[-1].completion.tokens for pieces in stream_all(make_engine(served_run, rows, 64), requests)]
+        for rows in (3, 1)
+    )
+    assert together == alone
 
 
 def test_what_is_no_call_of_a_tool_stays_text() -> None:
@@ -312,10 +333,6 @@ def test_what_is_no_call_of_a_tool_stays_text() -> None:
     ],
 )
 def test_a_stream_sends_the_text_that_the_whole_answer_has(pieces: list[str], server: Served) -> None:
-    from zero2all.generation.decoder import Completion, TextPiece
-    from zero2all.generation.serve.api_answers import ChatAnswer, Choice, TokenTexts, add_piece
-    from zero2all.generation.serve.api_requests import ChatRequest
-
     body = ChatRequest.model_validate({"messages": [USER], "stream": True})
     answer = ChatAnswer(server.model, TokenTexts(server.model.tokenizer), body, [1], has_tools=True)
     streamed, whole, sent = Choice(0), Choice(0), []
@@ -337,20 +354,12 @@ def test_the_decoder_never_generates_a_special_token_that_was_not_allowed(served
     ids = sorted(tokenizer.special_ids.values())
     with torch.no_grad():
         model.lm_head.weight[ids] += 10 * model.lm_head.weight.abs().max()
-    with ServingEngine(model, tokenizer, 2, 4) as engine:
-        ended, found = threading.Event(), []
-
-        def receive(piece: Any) -> None:
-            if piece.completion is not None:
-                found.append(piece.completion.tokens)
-                ended.set()
-
-        engine.submit([GenerationRequest(0, [5, 6], 20, SamplingParams(max_tokens=20, temperature=1.0))], receive)
-        assert ended.wait(30)
-    assert set(found[0]) & set(ids) <= set(tokenizer.stop_token_ids)
+    request = GenerationRequest(0, [5, 6], 20, SamplingParams(max_tokens=20, temperature=1.0))
+    [[*_, last]] = stream_all(ServingEngine(model, tokenizer, 2, 4), [request])
+    assert set(last.completion.tokens) & set(ids) <= set(tokenizer.stop_token_ids)
 
 
-def poison_row(engine: ServingEngine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def poison_row(engine: ServingEngine, index: int) -> None:
     """The logits of one request become NaN after some tokens."""
     decoder, original = engine._decoder, engine._decoder._model_logits
 
@@ -361,69 +370,47 @@ def poison_row(engine: ServingEngine, index: int, monkeypatch: pytest.MonkeyPatc
                 found[number] = torch.nan
         return found
 
-    monkeypatch.setattr(decoder, "_model_logits", logits)
+    decoder._model_logits = logits  # type: ignore[method-assign]
 
 
-def stream_all(engine: ServingEngine, requests: list[GenerationRequest]) -> dict[int, list[Any]]:
-    """All pieces of each request; submitted before the engine starts, so that they share their steps."""
-    pieces: dict[int, list[Any]] = {number: [] for number in range(len(requests))}
-    left, done = [len(requests)], threading.Event()
-
-    def receive(place: int, piece: Any) -> None:
-        pieces[place].append(piece)
-        if isinstance(piece, Failure) or piece.completion is not None:
-            left[0] -= 1
-            if not left[0]:
-                done.set()
-
-    for place, request in enumerate(requests):
-        engine.submit([request], lambda piece, place=place: receive(place, piece))
-    with engine:
-        assert done.wait(120)
-        wait_until_idle(engine)
-    return pieces
-
-
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_request_that_fails_ends_alone(served_run: Run, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    tokenizer = served_run.tokenizer()
+def test_a_request_that_fails_ends_alone(served_run: Run) -> None:
     params = SamplingParams(max_tokens=12, seed=5)
-    good = [GenerationRequest(0, [5 + number, 6, 7], 12, params) for number in range(4)]
+    requests = [GenerationRequest(0, [5 + number, 6, 7], 12, params) for number in range(4)]
 
-    def run(requests: list[GenerationRequest], poisoned: bool) -> dict[int, list[Any]]:
-        engine = ServingEngine(served_run.load_model(), tokenizer, rows=4, max_waiting=4)
-        if poisoned:
-            poison_row(engine, place, monkeypatch)
+    def run(poisoned: int | None) -> list[list[Any]]:
+        engine = make_engine(served_run, 4, 4)
+        if poisoned is not None:
+            poison_row(engine, poisoned)
         found = stream_all(engine, requests)
-        assert engine.stats.failed == sum(isinstance(pieces[-1], Failure) for pieces in found.values())
+        assert engine.stats.failed == sum(isinstance(pieces[-1], Failure) for pieces in found)
         return found
 
-    expected = run(good, poisoned=False)
-    found = run(good, poisoned=True)
-    assert isinstance(found[place][-1], Failure)
-    assert "NaN" in found[place][-1].reason
-    for other in set(found) - {place}:
-        assert [piece.text for piece in found[other]] == [piece.text for piece in expected[other]]
-        ours, theirs = found[other][-1].completion, expected[other][-1].completion
-        assert replace(ours, logprobs=[]) == replace(theirs, logprobs=[])
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)  # batches of other sizes round differently
+    expected = run(None)
+    for place in (0, 1, 3):
+        found = run(place)
+        assert isinstance(found[place][-1], Failure)
+        assert "NaN" in found[place][-1].reason
+        for other in {0, 1, 2, 3} - {place}:
+            assert [piece.text for piece in found[other]] == [piece.text for piece in expected[other]]
+            ours, theirs = found[other][-1].completion, expected[other][-1].completion
+            assert replace(ours, logprobs=[]) == replace(theirs, logprobs=[])
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)  # batches of other sizes round differently
 
 
 def test_without_memory_all_requests_fail_with_the_reason(served_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ServingEngine(served_run.load_model(), served_run.tokenizer(), rows=2, max_waiting=4)
+    engine = make_engine(served_run, 2, 4)
 
     def fail(*given: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(engine._decoder, "_note_token", fail)
     found = stream_all(engine, [GenerationRequest(0, [5], 4, SamplingParams(max_tokens=4)) for _ in range(2)])
-    assert [pieces[-1].reason for pieces in found.values()] == ["OutOfMemoryError"] * 2
+    assert [pieces[-1].reason for pieces in found] == ["OutOfMemoryError"] * 2
 
 
 def test_one_large_request_shuts_nobody_out(served_run: Run) -> None:
     """Rows go to all requests in turn, and a request that no queue could hold is an error of its own."""
-    tokenizer = served_run.tokenizer()
-    engine = ServingEngine(served_run.load_model(), tokenizer, rows=4, max_waiting=4)
+    engine = make_engine(served_run, 4, 4)
     order: list[str] = []
     ended = threading.Event()
 

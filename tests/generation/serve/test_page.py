@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.generation.serve.servers import KEY, Served, serve, wait_until_idle
-from tests.track.browser import browser
+from tests.track.browser import browser, cleaned, complaints
 from zero2all.generation.serve.api_answers import ServedModel
 from zero2all.generation.serve.engine import ServingEngine
 from zero2all.train import Run
@@ -32,9 +33,15 @@ def shown(server: Served) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        yield opened
+
+
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Any]:
-    with browser(tmp_path / "profile") as opened:
+def page(chromium: Any) -> Iterator[Any]:
+    with cleaned(chromium) as opened:
         yield opened
 
 
@@ -56,9 +63,17 @@ def write(page: Any, text: str) -> None:
 
 
 def answered(page: Any, count: int) -> None:
-    until(
-        page, f"return document.querySelectorAll('.note').length === {count} && !document.getElementById('send').hidden"
-    )
+    notes = f"document.querySelectorAll('.note').length === {count}"
+    until(page, f"return {notes} && !document.getElementById('send').hidden")
+
+
+def texts_of(page: Any, selector: str) -> Any:
+    return page.execute_script(f"return [...document.querySelectorAll('{selector}')].map(one => one.textContent)")
+
+
+def set_values(page: Any, **values: float) -> None:
+    for name, value in values.items():
+        page.execute_script(f"document.getElementById('{name}').value = {value}")
 
 
 @pytest.mark.parametrize(("language", "size"), [("en", DESKTOP), ("zh", PHONE)])
@@ -69,14 +84,12 @@ def test_a_conversation(page: Any, shown: Served, language: str, size: tuple[int
     assert KEY not in page.current_url
     assert page.execute_script("return document.documentElement.lang") == language
     picture(page, f"empty-{language}")
-    page.execute_script("document.getElementById('max_tokens').value = 40")
+    set_values(page, max_tokens=40)
     questions = {"en": ["Tell me a story.", NASTY], "zh": ["讲一个故事。", NASTY]}[language]
     for count, question in enumerate(questions, 1):
         write(page, question)
         answered(page, count)
-    assert (
-        page.execute_script("return [...document.querySelectorAll('.user')].map(one => one.textContent)") == questions
-    )
+    assert texts_of(page, ".user") == questions
     assert page.title == shown.model.name
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     picture(page, f"chat-{language}")
@@ -85,7 +98,7 @@ def test_a_conversation(page: Any, shown: Served, language: str, size: tuple[int
     assert page.find_element("id", "reset").text == other
     page.find_element("id", "reset").click()
     assert page.execute_script("return document.querySelectorAll('.message').length") == 0
-    assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+    assert complaints(page) == []
 
 
 def test_an_empty_answer_and_an_error_stay_in_view(page: Any, server: Served) -> None:
@@ -115,12 +128,8 @@ def test_an_empty_answer_and_an_error_stay_in_view(page: Any, server: Served) ->
     write(page, "an error")
     until(page, "return document.querySelector('.error')")
     write(page, "an answer")
-    until(page, "return document.querySelectorAll('.note').length === 2 && !document.getElementById('send').hidden")
-    assert page.execute_script("return [...document.querySelectorAll('.user')].map(one => one.textContent)") == [
-        "no answer",
-        "an error",
-        "an answer",
-    ]
+    answered(page, 2)
+    assert texts_of(page, ".user") == ["no answer", "an error", "an answer"]
     assert page.find_element("css selector", ".error").text == "busy"
     sent = page.execute_script("return window.bodies.map(body => body.messages.map(one => one.content))")
     assert sent == [["no answer"], ["an error"], ["an answer"]], "templates take turns only: user, assistant, user"
@@ -136,11 +145,10 @@ def test_a_base_model_is_named_and_its_page_completes_text(
         page.get(f"{served.url}/#key={KEY}&lang={language}")
         notice = "const one = document.getElementById('base'); return !one.hidden && one.textContent"
         assert said in until(page, notice)
-        page.execute_script("document.getElementById('max_tokens').value = 20")
-        page.execute_script("document.getElementById('temperature').value = 0")  # a random first token may be the end
+        set_values(page, max_tokens=20, temperature=0)  # a random first token may be the end
         write(page, "Once upon a time")
         answered(page, 1)
-        [shown] = page.execute_script("return [...document.querySelectorAll('.message')].map(one => one.textContent)")
+        [shown] = texts_of(page, ".message")
         assert shown.startswith("Once upon a time")
         assert len(shown) > len("Once upon a time")
         assert engine.stats.prompt_tokens == 1 + len(tokenizer.encode("Once upon a time"))  # no template around it
@@ -148,7 +156,7 @@ def test_a_base_model_is_named_and_its_page_completes_text(
         write(page, "a question")
         answered(page, 1)
         assert len(page.find_elements("css selector", ".user")) == 1
-        assert [line for line in page.get_log("browser") if line["level"] == "SEVERE"] == []
+        assert complaints(page) == []
 
 
 def test_an_answer_can_be_stopped_and_frees_its_slot(
@@ -158,9 +166,7 @@ def test_an_answer_can_be_stopped_and_frees_its_slot(
     monkeypatch.setattr(server.engine._decoder, "step", lambda: (time.sleep(0.5), step())[1])  # 200 s in all
     page.get(f"{server.url}/#key={KEY}")
     until(page, "return document.title === 'tiny'")
-    page.execute_script(
-        "document.getElementById('max_tokens').value = 400; document.getElementById('temperature').value = 2"
-    )
+    set_values(page, max_tokens=400, temperature=2)
     write(page, "a long answer")
     until(page, "return document.getElementById('send').hidden")
     page.find_element("id", "stop").click()
@@ -174,8 +180,6 @@ def test_without_the_key_it_says_where_the_key_is(page: Any, server: Served) -> 
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_cannot_be_framed(server: Served) -> None:
-    import httpx
-
     answer = httpx.get(server.url, trust_env=False)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
