@@ -76,9 +76,7 @@ def set_up(
     # Data, and the values that depend on how much of it there is.
     tokenizer, store = _open_data(recipe, ranks)
     test_sets = {} if evaluate is None else _open_test_sets(run, tokenizer, ranks)
-    chosen = ranks.on_rank0(lambda: choose_hyperparameters(recipe, store.source_tokens, run.stored_recipe))
-    recipe = with_hyperparameters(recipe, chosen)
-    Plan(recipe, store)  # its errors are raised before a large model is built
+    recipe, chosen = _choose_hyperparameters(recipe, run, store, ranks)
     # The model, and the micro-batch that fits beside it.
     config = objective_config(resolve_model_config(recipe, tokenizer), recipe.train.objective)
     model = _build_model(recipe, config, mesh, ranks)
@@ -182,6 +180,15 @@ def _lock_run(recipe: Recipe, stack: ExitStack) -> tuple[Run, RankGroup]:
     if ranks.on_rank0(lambda: run.exists):  # a first start fails at once
         ranks.on_rank0(lambda: wait_until_readable(run.checkpoints))
     return run, ranks
+
+
+def _choose_hyperparameters(
+    recipe: Recipe, run: Run, store: TokenStore, ranks: RankGroup
+) -> tuple[Recipe, list[ChosenValue]]:
+    chosen = ranks.on_rank0(lambda: choose_hyperparameters(recipe, store.source_tokens, run.stored_recipe))
+    recipe = with_hyperparameters(recipe, chosen)
+    Plan(recipe, store)  # its errors are raised before a large model is built
+    return recipe, chosen
 
 
 def _checkpoint_places(run: Run, recipe: Recipe, ranks: RankGroup) -> CheckpointPlaces:
