@@ -25,7 +25,7 @@ from zero2all.base.units import show_bytes
 from zero2all.corpus.dedup.stage import evaluation_files, find_drops, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
-from zero2all.corpus.filters.quality_classifier import quality_model_checksums
+from zero2all.corpus.filters.quality_classifier import filter_checksums
 from zero2all.corpus.manifest import (
     SPLITS,
     BuiltCorpus,
@@ -77,7 +77,7 @@ def _build_corpus(
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
     specs = list(DEFAULT_FILTERS) if recipe.filters is None else recipe.filters
-    models = quality_model_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
+    models = filter_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
     for source in recipe.sources:
         resolve_mapping(source)
     tasks = _plan_parts(recipe, models)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from zero2all.base.conversation import SourceKind
+from zero2all.base.plugins import PluginSpec
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.types import AnyDir, Bytes, Count, Fraction, InputPath, Mistake, Section
 
@@ -109,7 +110,7 @@ class CorpusRecipe(Section):
 
     sources: list[SourceRecipe] = []
     """Sources to read."""
-    filters: list[str | dict[str, Any]] | None = None
+    filters: list[PluginSpec] | None = None
     """Filters in order, each a name, or a mapping with ``name`` and options. Default: the built-in list. Set it if the
     report shows that a filter drops good documents, or that bad ones remain."""
     dedup: DedupRecipe = DedupRecipe()

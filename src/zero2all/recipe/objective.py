@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero2all.base.conversation import SourceKind
+from zero2all.base.plugins import PluginSpec, name_problem, split_spec
 from zero2all.recipe.types import AnyDir, Count, Mistake, Positive, Section
 
 ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo", "distill"]
@@ -76,10 +77,11 @@ class GRPORecipe(Section):
     A step samples ``group_size`` answers to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
     """
 
-    rewards: list[str] = []
-    """Reward functions as ``package.module:function``, called with the prompt, the answer and the reference answer as
-    texts; their results are added. The modules are imported, so treat a recipe from somebody else as code. Set it for
-    grpo, which needs at least one."""
+    rewards: list[PluginSpec] = []
+    """Reward functions: each ``package.module:function``, the name of an installed plugin, or a mapping with ``name``
+    and options. They are called with the prompt, the answer and the reference answer as texts, and their results are
+    added. The modules are imported, so treat a recipe from somebody else as code. Set it for grpo, which needs at least
+    one."""
     group_size: int = Field(8, ge=2)
     """Number of answers to a prompt, which are compared with each other. Raise it if ``groups_without_spread`` is
     high."""
@@ -102,9 +104,10 @@ class GRPORecipe(Section):
     checkpoints when ``sampler_gap`` grows. Set it if sampling takes most of a step. Default: the model itself."""
 
     def mistakes(self) -> Iterator[Mistake]:
-        for name in self.rewards:
-            if not re.fullmatch(r"[\w.]+:\w+", name):
-                yield Mistake(f"{name!r} must be package.module:function", ("rewards",))
+        for spec in self.rewards:
+            name, _ = split_spec(spec)
+            if not re.fullmatch(r"[\w.]+:\w+", name) and (":" in name or name_problem("reward", name)):
+                yield Mistake(f"{name!r} must be package.module:function, or an installed function", ("rewards",))
 
 
 class DistillRecipe(Section):

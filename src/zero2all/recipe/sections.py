@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
+from zero2all.base.plugins import PluginSpec
 from zero2all.base.units import Duration
 from zero2all.base.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 from zero2all.recipe.corpus import CorpusRecipe
@@ -179,9 +180,10 @@ class TrackRecipe(Section):
 
     log_every: int = Field(10, ge=1)
     """Number of steps between log lines; the run record has every step. Raise it if steps are short."""
-    sinks: list[str] = []
-    """Additional trackers: tensorboard, wandb, or package.module:Class. That module is imported, so treat a recipe from
-    somebody else as code. Add one if your team compares runs there."""
+    sinks: list[PluginSpec] = []
+    """Additional trackers: tensorboard, wandb, package.module:Class, or the name of an installed plugin, each alone or
+    as a mapping with ``name`` and options. Its module is imported, so treat a recipe from somebody else as code. Add
+    one if your team compares runs there."""
     layer_norms_every: int | None = Field(100, ge=1)
     """Number of steps between records of the gradient norm of every layer; null disables them. Lower it to find the
     layer in which gradients grow."""
