@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from zero2all.base import plugins
@@ -23,8 +24,10 @@ from zero2all.base.plugins import (
     spec_problems,
 )
 from zero2all.cli.main import app
-from zero2all.recipe import parse_recipe
-from zero2all.recipe.named_plugins import plugin_mistakes
+from zero2all.corpus.readers import RawFile, read_record_chunks
+from zero2all.recipe import SourceRecipe, parse_recipe
+from zero2all.recipe.named_plugins import named_plugins, plugin_mistakes
+from zero2all.train.resume import setting_changes
 
 SOURCE = '''
 from pathlib import Path
@@ -140,3 +143,21 @@ def test_built_in_plugins_are_registered_by_the_name_of_their_file(kind: str) ->
         assert plugin.help, plugin.name
     assert {one.name for one in builtin(kind)} == {*builtin_names(kind)}
     assert plugins.is_builtin(kind, "no such plugin") is False
+
+
+def test_a_source_can_name_its_reader(tmp_path: Path) -> None:
+    (tmp_path / "table.dat").write_bytes(b"title,text\na,b\n")
+    source = SourceRecipe(name="a", paths=[str(tmp_path / "table.dat")], reader="csv")
+    [chunk] = read_record_chunks(RawFile.from_path(tmp_path / "table.dat"), reader=source.reader)
+    assert chunk == [{"title": "a", "text": "b"}]
+
+
+def test_options_of_a_removed_plugin_are_a_change() -> None:
+    changes = list(setting_changes({"train.optimizer.options": {"beta": 1}}, {}))
+    assert [str(change) for change in changes] == ["train.optimizer.options={'beta': 1}, not {}"]
+
+
+def test_the_schedule_of_a_stage_is_a_named_plugin() -> None:
+    stage = {"name": "a", "steps": 1, "schedule": {"shape": "theirs:f", "options": {"x": 1}}}
+    recipe = parse_recipe(yaml.safe_dump({"train": {"stages": [stage]}}))
+    assert ("train.stages.0.schedule", "schedule", {"x": 1, "name": "theirs:f"}) in list(named_plugins(recipe))

@@ -37,6 +37,7 @@ Feature = Literal[
     "checkpoint_state",
 ]  # fmt: skip
 """What a plugin may have to support, because the recipe uses it."""
+LAYOUTS: tuple[Feature, ...] = ("sharded_parameters", "tensor_parallel", "pipeline_parallel", "context_parallel")
 PluginSpec = str | dict[str, Any]
 """A plugin in a recipe: its name, or a mapping with ``name`` and options."""
 _Target = TypeVar("_Target", bound=Callable[..., Any])
@@ -58,6 +59,14 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "filter": Kind("corpus.filters", "zero2all.corpus.filters", by_file=False),
+    "reader": Kind("corpus.sources[].reader", "zero2all.corpus.readers", by_file=False),
+    "task": Kind("evals.benchmarks", "zero2all.evals.bench.benchmarks", by_file=False),
+    "optimizer": Kind(
+        "train.optimizer", "zero2all.optim.optimizers", ("build", "learning_rate", "peak_lr", "state_bytes")
+    ),
+    "schedule": Kind("train.schedule", "zero2all.optim.schedules"),
+    "objective": Kind("train.objective", "zero2all.train.objectives.registered", ("kinds", "conversations", "build")),
+    "callback": Kind("train.callbacks", "zero2all.train.callbacks", ("before_step", "after_step", "at_end")),
     "reward": Kind("train.objective.grpo.rewards", "zero2all.train.objectives.rewards"),
     "sink": Kind("track.sinks", "zero2all.track.trackers", ("step", "event", "sample", "histogram", "close")),
 }
@@ -73,6 +82,8 @@ class Plugin:
     supports: frozenset[str] = frozenset()
     """Features that it works with."""
     api: int = API
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What a kind needs to know beside the function, such as the extensions of a reader's files."""
     distribution: str = ""
     version: str = ""
 
@@ -110,6 +121,11 @@ class BoundPlugin:
             self._add_note(error)
             raise
 
+    def iterate(self, *arguments: Any) -> Iterator[Any]:
+        """What the plugin yields."""
+        with self.named():
+            yield from self(*arguments)
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Name the plugin in the traceback of an exception."""
@@ -119,6 +135,11 @@ class BoundPlugin:
             self._add_note(error)
             raise
 
+    def guard(self, made: Any, *methods: str) -> None:
+        """Make exceptions in these methods of an object that the plugin has made name it."""
+        for name in methods if self.source else ():
+            object.__setattr__(made, name, self.named()(getattr(made, name)))
+
     def _add_note(self, error: Exception) -> None:
         error.add_note(f"raised by the {self.kind} {self.name}" + (f" of {self.source}" if self.source else ""))
 
@@ -127,13 +148,15 @@ _registered: dict[tuple[str, str], Plugin] = {}
 _loaded: dict[tuple[str, str], Plugin] = {}
 
 
-def register(kind: str, name: str, *, supports: Iterable[Feature] = (), api: int = API) -> Callable[[_Target], _Target]:
+def register(
+    kind: str, name: str, *, supports: Iterable[Feature] = (), api: int = API, **details: Any
+) -> Callable[[_Target], _Target]:
     """Register a function or a class under ``name``. ``supports`` lists the features that it works with."""
 
     def decorate(target: _Target) -> _Target:
         if (kind, name) in _registered:
             raise ValueError(f"two {kind}s are called {name}")
-        _registered[kind, name] = Plugin(kind, name, target, frozenset(supports), api)
+        _registered[kind, name] = Plugin(kind, name, target, frozenset(supports), api, details)
         return target
 
     return decorate
@@ -145,7 +168,7 @@ def builtin_names(kind: str) -> list[str]:
         return [name.replace("_", "-") for name in _modules(kind)]
     for name in _modules(kind):
         importlib.import_module(f"{KINDS[kind].package}.{name}")
-    return sorted(one.name for one in _registered.values() if one.kind == kind and one.is_builtin)
+    return [one.name for one in _registered.values() if one.kind == kind and one.is_builtin]
 
 
 def builtin(kind: str) -> list[Plugin]:
@@ -184,17 +207,22 @@ def name_problem(kind: str, name: str) -> str | None:
     return f"there is no {kind} {name!r}{_suggest(name, [*builtin_names(kind), *installed(kind)], 'module:Name')}"
 
 
+def loaded_plugin(kind: str, name: str) -> Plugin | None:
+    """A plugin that is built in, or whose module has been imported already."""
+    return find_plugin(kind, name) if (kind, name) in _loaded or is_builtin(kind, name) else None
+
+
 def find_plugin(kind: str, name: str) -> Plugin:
     """The plugin with a name, whose module is imported. Raises UsageError if there is none, or none that works."""
     if (kind, name) in _loaded:
         return _loaded[kind, name]
     if is_builtin(kind, name) and (kind, name) not in _registered:
         importlib.import_module(f"{KINDS[kind].package}.{name.replace('-', '_')}")
-    if (kind, name) in _registered:
+    if (kind, name) in _registered and name not in installed(kind):
         plugin = _registered[kind, name]
     elif problem := name_problem(kind, name):
         raise UsageError(problem)
-    else:
+    else:  # also if the module was imported for another plugin in it: the entry point knows the version
         plugin = _load(kind, name)
     if plugin.api != API:
         raise UsageError(

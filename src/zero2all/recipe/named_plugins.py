@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from zero2all.base.plugins import PluginSpec, is_builtin, name_problem, spec_problems, split_spec
+from zero2all.base.errors import UsageError
+from zero2all.base.plugins import find_plugin, is_builtin, name_problem, spec_problems, split_spec
+from zero2all.recipe.features import NamedPlugin, feature_mistakes, listed_plugins, training_plugins
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.types import Mistake
 
 
-class NamedPlugin(NamedTuple):
-    key: str
-    kind: str
-    spec: PluginSpec
-
-
 def named_plugins(recipe: Recipe) -> Iterator[NamedPlugin]:
     """Every plugin that the recipe names, built-in ones too."""
-    lists = (
-        ("corpus.filters", "filter", recipe.corpus.filters or []),
-        ("track.sinks", "sink", recipe.track.sinks),
-        ("train.objective.grpo.rewards", "reward", recipe.train.objective.grpo.rewards),
-    )
-    for key, kind, specs in lists:
-        yield from (NamedPlugin(f"{key}.{number}", kind, spec) for number, spec in enumerate(specs))
+    yield from listed_plugins("corpus.filters", "filter", recipe.corpus.filters or [])
+    for number, source in enumerate(recipe.corpus.sources):
+        if source.reader is not None:
+            yield NamedPlugin(f"corpus.sources.{number}.reader", "reader", source.reader)
+    yield from listed_plugins("evals.benchmarks", "task", recipe.evals.benchmarks)
+    yield from run_plugins(recipe)
+
+
+def run_plugins(recipe: Recipe) -> Iterator[NamedPlugin]:
+    """The plugins that training uses."""
+    yield from training_plugins(recipe.train)
+    yield from listed_plugins("track.sinks", "sink", recipe.track.sinks)
+
+
+def plugin_versions(recipe: Recipe) -> dict[str, str]:
+    """The distribution and version of each plugin of training that is not built in, or the checksum of its file."""
+    found = ((one.kind, split_spec(one.spec)[0]) for one in run_plugins(recipe))
+    return {f"{kind} {name}": find_plugin(kind, name).source for kind, name in found if not is_builtin(kind, name)}
+
+
+def require_run_plugins(recipe: Recipe, *, shards: bool) -> None:
+    """Import what training uses. Raises an error with everything that is wrong with it."""
+    problems = [problem for one in run_plugins(recipe) for problem in spec_problems(one.kind, one.spec)]
+    mistakes = feature_mistakes(recipe.train, recipe.parallel, shards=shards)
+    if problems := problems or [mistake.message for mistake in mistakes]:
+        raise UsageError("; ".join(problems))
 
 
 def plugin_mistakes(recipe: Recipe) -> Iterator[Mistake]:

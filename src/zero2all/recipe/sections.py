@@ -192,12 +192,18 @@ class TrackRecipe(Section):
 class EvalsRecipe(Section):
     """How a model is evaluated."""
 
+    _OMITTED = frozenset({"benchmarks"})
+
     tokens: Count = 131072
     """Number of validation tokens that bits-per-byte is measured on. Raise it if the error (±) exceeds the differences
     that you look for."""
     every: DurationField | None = None
     """Interval of validation during training. Default: none; the quickstart validates at the end. Set it to see whether
     the model overfits, and for ``checkpoint.keep_best``."""
+    benchmarks: list[PluginSpec] = []
+    """Benchmarks of ``z2a eval bench`` if it is called without any: each a built-in one, the name of an installed
+    plugin, or ``module:function``, alone or as a mapping with ``name`` and options. Default: all built-in ones whose
+    files are there. Set it to evaluate every run in the same way."""
     test_sets: dict[SourceName, InputPath] = {}
     """Texts besides the validation set that each validation measures bits-per-byte on, such as
     ``{wiki: data/wiki.jsonl}``: by name, a file, a directory, a glob or a URL in any format of a source. Add text that

@@ -21,7 +21,7 @@ from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokens import build_tokens
 from zero2all.track import read_steps
 from zero2all.train import Run, train
-from zero2all.train.objectives import RolloutBatch, group_advantages, grpo_losses
+from zero2all.train.objectives.grpo import RolloutBatch, group_advantages, grpo_losses
 from zero2all.train.objectives.rollouts import load_rewards
 
 SEQ_LEN = 64
