@@ -16,6 +16,7 @@ from reference_generator.architecture import layers_svg, package_layers
 from reference_generator.cli_page import cli_page
 from reference_generator.fragments import filled_pages, pyproject
 from reference_generator.key_tests import KEY_TESTS, key_tests
+from reference_generator.plugins_page import plugins_page
 from reference_generator.python_page import python_page
 from reference_generator.recipe_page import KEY_VERSIONS, key_versions, recipe_page
 
@@ -27,6 +28,7 @@ def generated() -> dict[Path, str]:
     return {
         REFERENCE / "recipe.md": recipe_page(),
         REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "plugins.md": plugins_page(),
         REFERENCE / "python.md": python_page(),
         KEY_TESTS: json.dumps(key_tests(), indent=1) + "\n",
         KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",

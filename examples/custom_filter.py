@@ -21,9 +21,10 @@ import re
 import pyarrow.parquet as pq
 
 from tiny_run import argument_parser
+from zero2all.base.plugins import register
 from zero2all.base.tasks import TaskEngine
 from zero2all.corpus import Document, build_corpus
-from zero2all.corpus.filters import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters import KEEP, Change, Drop, FilterResult
 from zero2all.recipe import CorpusRecipe, SourceRecipe
 
 URL = re.compile(r"https?://\S+")
@@ -36,7 +37,7 @@ PAGES = {
 }
 
 
-@register_filter("links")
+@register("filter", "links")
 def links(document: Document, *, max_share: float = 0.3) -> FilterResult:
     """Drop a document if more than a share of its characters are URLs; mask the URLs of any other."""
     urls = URL.findall(document.content)

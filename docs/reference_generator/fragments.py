@@ -11,17 +11,17 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from zero2all.base.plugins import builtin_names
 from zero2all.base.units import Duration, show_count
 from zero2all.base.workspace import MAX_DEPTH
 from zero2all.cli.bench import app as bench_app
 from zero2all.model.cost.model_size import count_parameters
 from zero2all.quickstart import CONVERSATIONS_PER_LANGUAGE, STORIES_PER_LANGUAGE
-from zero2all.recipe import PRESETS, OptimizerRecipe, Recipe, builtin_recipe_path, load_recipe_or_preset
+from zero2all.recipe import PRESETS, Recipe, builtin_recipe_path, load_recipe_or_preset
 from zero2all.storyworld import LANGUAGES
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ FRAGMENTS: dict[str, Fragment] = {
     "extras": lambda text, chinese: same_names(text, extras()),
     "extras-outside-dev": extras_outside_dev,
     "layers": layers,
-    "optimizers": lambda text, chinese: same_names(text, get_args(get_type_hints(OptimizerRecipe)["name"])),
+    "optimizers": lambda text, chinese: same_names(text, builtin_names("optimizer")),
     "presets": lambda text, chinese: joined([name for name in PRESETS if name.startswith("z2all-")], chinese),
     "published-presets": lambda text, chinese: joined(
         [name for name in PRESETS if not name.startswith("z2all-")], chinese

@@ -15,8 +15,9 @@ from reference_generator.key_tests import VALUE_PATHS, key_tests
 from reference_generator.markdown import first_paragraph, heading_link, page, paragraphs, prose, table, value_text
 from reference_generator.recipe_keys import Key, keys, section_in, sections
 from zero2all import __version__
+from zero2all.base.plugins import builtin_names
 from zero2all.recipe import PRESETS, ModelConfig, Recipe
-from zero2all.recipe.types import AnyDir, Bytes, Count, DurationField, InputPath, LocalDir, Section, Slug
+from zero2all.recipe.types import AnyDir, Bytes, Count, DurationField, InputPath, LocalDir, PluginName, Section, Slug
 
 KEY_VERSIONS = Path(__file__).with_name("key_versions.json")
 THIS_VERSION = __version__.partition(".dev")[0]
@@ -51,6 +52,7 @@ TYPE_ROWS = [
     ),
     ("name", "Letters, digits, `_` and `-`; the first character is not `-`."),
     ("path", "A local file or directory, relative to the working directory."),
+    ("plugin", "The name of an installed plugin, or `module:Name`."),
     ("path or URL", "The same, or a path in an object store such as `s3://bucket/documents`."),
 ]
 
@@ -122,6 +124,8 @@ def alternatives(hint: Any, metadata: Iterable[Any] = ()) -> list[str]:
     if hint is type(None):
         return ["`null`"]
     origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated and isinstance(parts[1], PluginName):
+        return [*(f"`{name}`" for name in builtin_names(parts[1].kind)), "plugin"]
     if origin is Annotated:
         return alternatives(parts[0], parts[1:])
     if origin is Literal:

@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero2all.base.errors import UsageError
+from zero2all.base.plugins import builtin, builtin_names
 from zero2all.corpus.document import Document
 from zero2all.corpus.filters import (
     DEFAULT_FILTERS,
-    FILTERS,
     Change,
     Drop,
     Keep,
@@ -511,9 +511,9 @@ def test_bound_filters_travel_to_other_processes() -> None:
 
 def test_every_filter_has_help_and_a_test() -> None:
     tests = Path(__file__).read_text(encoding="utf-8")
-    for name, info in FILTERS.items():
-        assert len(info.help) > 40, name
-        assert f'"{name}"' in tests, name
+    for plugin in builtin("filter"):
+        assert len(plugin.help) > 40, plugin.name
+        assert f'"{plugin.name}"' in tests, plugin.name
 
 
 OFTEN = st.sampled_from("\r\n\t\x00\x85\u200d\u2028\ufeff`~$#{}<>@-=[]().0123456789aA的，。…")
@@ -533,7 +533,7 @@ def quality_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @example(content="<!--```\n{{<", repeats=3, title="", others='{"license": [1]}')
 def test_no_filter_fails_on_any_text(quality_model: str, content: str, repeats: int, title: str, others: str) -> None:
     document = doc(content * repeats, title=title, others=others)
-    for name in FILTERS:
+    for name in builtin_names("filter"):
         if name == "language":
             continue  # its own test below: the model takes most of the time
         options = {"model": quality_model} if name == "quality_score" else {}
@@ -556,7 +556,7 @@ def test_hostile_text_is_passed_in_time(quality_model: str, title: str) -> None:
     """A pattern that scans everything again from every position would take a minute for one of these."""
     for part in HOSTILE:
         document = doc("{{< 一些字 and words " + part * (200_000 // len(part)), title=title)
-        for name in FILTERS:
+        for name in builtin_names("filter"):
             begin = time.process_time()
             verdict(name, document, **({"model": quality_model} if name == "quality_score" else {}))
             assert time.process_time() - begin < 5, (name, part[:40])

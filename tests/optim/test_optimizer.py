@@ -15,8 +15,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from zero2all.bench.rank_harness import run_ranks
 from zero2all.model import ModelInputs, Z2all
 from zero2all.optim import muon as muon_module
+from zero2all.optim.lion import Lion
 from zero2all.optim.muon import Muon, newton_schulz
-from zero2all.optim.optimizer import MUON_DTYPES, Lion, build_optimizers, set_learning_rate
+from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.parallel import ParallelDims, ParallelMesh
 from zero2all.parallel.parallel_model import ParallelModel
 from zero2all.recipe import ModelConfig, MoeConfig, OptimizerRecipe, ParallelRecipe
@@ -129,7 +130,7 @@ def _compare_with_full_matrices(sizes: dict[str, int], moe: bool, dtype: Literal
     assert sum(parameter.dim() == 3 for parameter in ours) == (3 if moe else 0)
     theirs = [torch.nn.Parameter(full(parameter)) for parameter in ours]
     settings = {"lr": 0.01, "momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
-    reference = Muon(theirs, **settings, dtype=MUON_DTYPES[dtype])
+    reference = Muon(theirs, **settings, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     set_learning_rate([muon], recipe, lr_multiplier=1.0)
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     first, last = mesh.sample_range(8)

@@ -57,12 +57,12 @@ def check(recipe: Path, *words: str) -> dict[str, object]:
 
 def test_what_a_recipe_imports_is_listed(package: Path) -> None:
     expected = [
-        {"key": "track.sinks.1", "name": "theirs_sink:Sink", "file": str(package / "theirs_sink.py")},
         {
             "key": "train.objective.grpo.rewards.0",
             "name": "theirs.deep.scores:reward",
             "file": str(package / "theirs" / "deep" / "scores.py"),
         },
+        {"key": "track.sinks.1", "name": "theirs_sink:Sink", "file": str(package / "theirs_sink.py")},
     ]
     assert check(package / "recipe.yaml", "--no-import")["imports"] == expected
     assert not list(package.rglob("*.ran")), "nothing has run, the packages around a module neither"

@@ -43,8 +43,11 @@ BROKEN_RULES: dict[str, dict[str, Any]] = {
     "only one of dp_replicate": {"parallel": {"dp_replicate": "auto"}},
     "zero=2 keeps the gathered weights": {"parallel": {"zero": 2, "reshard_after_forward": "always"}},
     "offload is for shards": {"parallel": {"offload": "cpu", "dp_replicate": 2}},
-    "Muon multiplies whole": {"parallel": {"offload": "cpu"}, "train": {"optimizer": {"name": "muon"}}},
-    "the files of parallel.offload hold the moments": {
+    "optimizer muon does not support cpu_offload": {
+        "parallel": {"offload": "cpu"},
+        "train": {"optimizer": {"name": "muon"}},
+    },
+    "optimizer lion does not support file_offload": {
         "parallel": {"offload": "/nvme"},
         "train": {"optimizer": {"name": "lion"}},
     },

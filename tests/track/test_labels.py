@@ -10,7 +10,7 @@ from pathlib import Path
 import zero2all
 from zero2all.track.health_checks import MESSAGES
 from zero2all.track.run_view import END_EVENTS
-from zero2all.train.objectives import KTO_METRICS, PAIR_METRICS
+from zero2all.train.objectives.preference import KTO_METRICS, PAIR_METRICS
 from zero2all.train.step_timer import PARTS
 from zero2all.train.throughput import UTILIZATION
 

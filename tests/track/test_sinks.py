@@ -98,7 +98,7 @@ def test_a_custom_sink_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_sink_that_is_not_there_is_named_before_training() -> None:
-    with pytest.raises(UsageError, match="tensorboard, wandb"):
+    with pytest.raises(UsageError, match="did you mean 'tensorboard'"):
         open_sinks(["tensorbord"], Path())
     with pytest.raises(Z2aError, match="cannot be loaded"):
         open_sinks(["no.such:Sink"], Path())

@@ -29,7 +29,7 @@ COMPARED_OTHERWISE = {"corpus", "tokenizer", "tokens", "train.schedule", "train.
 EXCEPTED_KEYS = {
     "checkpoint": "dir every flash_dir flash_every keep_best keep_every keep_latest replica_rate replicas",
     "track": "layer_norms_every log_every sinks",
-    "evals": "every prompts stories test_sets tokens",
+    "evals": "benchmarks every prompts stories test_sets tokens",
     "model.ops": "attention cross_entropy experts norm rope swiglu",
 }
 

@@ -12,8 +12,6 @@ from zero2all.recipe import Recipe, load_recipe, parse_recipe
 from zero2all.train import hyperparameters, train
 from zero2all.train.hyperparameters import (
     BATCH_TOKENS,
-    LR,
-    MUON,
     choose_hyperparameters,
     fill_hyperparameters,
     lr_parameters,
@@ -22,6 +20,7 @@ from zero2all.train.hyperparameters import (
     with_hyperparameters,
 )
 
+LR, MUON = "train.optimizer.lr", "train.optimizer.muon_lr"
 OPEN = ("train.optimizer.lr=null", "train.batch_tokens=null", "train.micro_batch_tokens=null")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperGroup
 
-from zero2all.base.errors import UsageError
+from zero2all.base.errors import UsageError, Z2aError
 from zero2all.cli.conventions import (
     CheckpointStep,
     Json,
@@ -20,6 +21,11 @@ from zero2all.cli.conventions import (
     TensorParallel,
     command,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zero2all.base.plugins import PluginSpec
 
 
 class EvalGroup(TyperGroup):
@@ -203,15 +209,20 @@ def eval_bench(
     """
     from zero2all.evals import open_target
     from zero2all.evals.bench import BenchOptions, Form, find_tasks, format_report, run_bench
+    from zero2all.evals.target import find_target
 
-    if not find_tasks(data):  # before the model is loaded
+    named: Sequence[PluginSpec] = tasks or []
+    with suppress(Z2aError):  # said when the model is opened
+        if not named and (run := find_target(target, step).run) is not None:
+            named = run.recipe.evals.benchmarks
+    if not named and not find_tasks(data):  # before the model is loaded
         raise UsageError(f"{data} has no files of a known benchmark: give their directory with --data")
     forms = [one for one in get_args(Form) if one in (form or ())]
     if unknown := set(form or ()) - set(forms):
         raise UsageError(f"--form {unknown.pop()}: one of {', '.join(get_args(Form))}")
     options = BenchOptions(tuple(forms), shots, limit, mutate, train_on_questions, contamination, unsafe_code)
     targets = [open_target(target, step), *([open_target(against)] if against is not None else [])]
-    report = run_bench(targets, data, tasks or (), options)
+    report = run_bench(targets, data, named, options)
     return Result(report, format_report(report))
 
 

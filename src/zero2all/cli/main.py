@@ -20,6 +20,7 @@ from zero2all.cli import (
     corpus,
     doctor,
     launch,
+    plugins,
     recipe,
     runs,
     serve,
@@ -33,7 +34,7 @@ from zero2all.cli.conventions import ERROR_FILE, print_json
 
 PANELS = {
     "Data": ("corpus", "tokenizer", "tokens"),
-    "Train": ("quickstart", "recipe", "plan", "train", "compare"),
+    "Train": ("quickstart", "recipe", "plugins", "plan", "train", "compare"),
     "Runs": ("watch", "blame", "ckpt", "chat", "serve", "export"),
     "Cluster": ("launch", "doctor"),
     "Measure": ("eval", "bench"),
@@ -90,6 +91,7 @@ app.command("train")(runs.train)
 app.command("launch")(launch.launch)
 app.command("plan")(plan_command.plan)
 app.add_typer(ckpt.app, name="ckpt")
+app.command("plugins")(plugins.plugins)
 app.command("doctor")(doctor.doctor)
 app.command("compare")(compare.compare)
 app.add_typer(eval_command.app, name="eval")

@@ -44,8 +44,8 @@ def check(
 
     Each mistake is shown with its line or override and, for a misspelled key, the closest known key. Local paths of
     sources must exist; URLs are not looked up. The weights of train.init must be of the recipe's model. A vocabulary of
-    the tokenizer that differs from the model's is reported. The code that the recipe names (track.sinks,
-    train.objective.grpo.rewards) is listed with its files. Remarks say where the parallel layout changes
+    the tokenizer that differs from the model's is reported. The plugins that the recipe names are listed with
+    their files. Remarks say where the parallel layout changes
     losses by more than rounding.
 
     Example: z2a recipe check recipes/quickstart.yaml
@@ -53,10 +53,10 @@ def check(
     from zero2all.corpus.corpus_mistakes import corpus_mistakes
     from zero2all.recipe import load_recipe
     from zero2all.recipe.imported_code import imported_code
-    from zero2all.track.sinks import sink_mistakes
+    from zero2all.recipe.named_plugins import plugin_mistakes, plugin_mistakes_without_import
 
-    importing = () if no_import else (sink_mistakes, _reward_mistakes)
-    checks = (corpus_mistakes, *importing, _initial_weights_mistakes, _vocabulary_mistakes)
+    plugins = plugin_mistakes_without_import if no_import else plugin_mistakes
+    checks = (corpus_mistakes, plugins, _initial_weights_mistakes, _vocabulary_mistakes)
     loaded = load_recipe(recipe, overrides, checks=checks)
     code, remark = imported_code(loaded), _vocabulary_remark(loaded)
     lines = [f"{recipe} is valid", *(["it imports:"] if code else []), *(f"  {one}" for one in code)]
@@ -79,14 +79,6 @@ def _vocabulary_remark(recipe: Recipe) -> str | None:
     from zero2all.tokenizer.vocabulary_check import vocabulary_remark
 
     return vocabulary_remark(recipe)
-
-
-def _reward_mistakes(recipe: Recipe) -> Iterable[Mistake]:
-    if not recipe.train.objective.grpo.rewards:
-        return []
-    from zero2all.train.objectives.rollouts import reward_mistakes
-
-    return reward_mistakes(recipe)
 
 
 def _initial_weights_mistakes(recipe: Recipe) -> Iterable[Mistake]:

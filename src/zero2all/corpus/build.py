@@ -19,13 +19,14 @@ from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.io import MANIFEST, atomic_dir, fingerprint, read_json, require_replaceable
 from zero2all.base.manifest import all_files, is_current, write_manifest
 from zero2all.base.paths import is_url
+from zero2all.base.plugins import bind
 from zero2all.base.records import parse_record
 from zero2all.base.tasks import TaskEngine, available_cores
 from zero2all.base.units import show_bytes
 from zero2all.corpus.dedup.stage import evaluation_files, find_drops, task_runner
 from zero2all.corpus.document_shards import WrittenShards, group_parts_by_size, write_shards
 from zero2all.corpus.filters import DEFAULT_CHAT_FILTERS, DEFAULT_FILTERS, build_filters
-from zero2all.corpus.filters.quality_classifier import quality_model_checksums
+from zero2all.corpus.filters.quality_classifier import filter_checksums
 from zero2all.corpus.manifest import (
     SPLITS,
     BuiltCorpus,
@@ -77,7 +78,7 @@ def _build_corpus(
     if not recipe.sources:
         raise UsageError("the recipe names no text: add corpus.sources, each with a name and paths")
     specs = list(DEFAULT_FILTERS) if recipe.filters is None else recipe.filters
-    models = quality_model_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
+    models = filter_checksums(build_filters(specs))  # fail on a wrong name before hours of reading
     for source in recipe.sources:
         resolve_mapping(source)
     tasks = _plan_parts(recipe, models)
@@ -179,13 +180,18 @@ def _plan_parts(recipe: CorpusRecipe, models: Any) -> list[PartTask]:
     tasks = []
     for source in recipe.sources:
         kind = {"kind"} if source.kind != "text" else set()  # absent as before, so that older parts stay valid
+        version = [] if source.reader is None else [source.reader, bind("reader", source.reader).source]
         reading = source.model_dump(mode="json", include={"name", "category", "fields", "mapping", "exclude"} | kind)
         cleaning = [_filters_of(recipe, source), models]
         share = source.take if isinstance(source.take, float) else None
-        ranges = (file for whole in list_files(source) for file in split_large_file(whole))
+        ranges = (
+            file
+            for whole in list_files(source)
+            for file in (split_large_file(whole) if source.reader is None else [whole])
+        )
         for files in group_small_files(ranges):
             contents = [[file.name, file.fingerprint] for file in files]
-            tasks.append(PartTask(source, files, fingerprint([FORMAT, reading, share, contents, cleaning])))
+            tasks.append(PartTask(source, files, fingerprint([FORMAT, reading, share, contents, cleaning, *version])))
     seen = Counter(task.key for task in tasks)
     return [
         task if seen[task.key] == 1 else replace(task, key=fingerprint([task.key, [file.path for file in task.files]]))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zero2all.base.conversation import ChatExample, MalformedConversationError, SourceKind
+from zero2all.base.plugins import BoundPlugin
 from zero2all.corpus.chat_shapes import find_example
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import BoundFilter, Change, Drop, FilterOutcome
+from zero2all.corpus.filters.filter_registry import Change, Drop, FilterOutcome
 from zero2all.corpus.mapping import (
     AUTOMATIC,
     DEFAULT_FIELD_NAMES,
@@ -62,7 +63,7 @@ class ConversationMapping:
         return row and {**row, "others": _to_others(row["others"], found.example)}
 
 
-def filter_example(kind: SourceKind, filters: Sequence[BoundFilter], document: Document) -> FilterOutcome:
+def filter_example(kind: SourceKind, filters: Sequence[BoundPlugin], document: Document) -> FilterOutcome:
     """``apply_filters`` for conversations: filters judge what was said as a whole, and change each message alone.
 
     Thus no message ends inside another, and masked text is masked in the messages.
@@ -88,7 +89,7 @@ def filter_example(kind: SourceKind, filters: Sequence[BoundFilter], document: D
     return FilterOutcome(document, changed_by=tuple(changed_by))
 
 
-def _change_text(one: BoundFilter, document: Document, text: str) -> str:
+def _change_text(one: BoundPlugin, document: Document, text: str) -> str:
     result = one(replace(document, content=text, others=""))
     return result.content if isinstance(result, Change) else text
 

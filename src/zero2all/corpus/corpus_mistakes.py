@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from zero2all.base.errors import UsageError, Z2aError
-from zero2all.corpus.filters import build_filters, filter_problems
-from zero2all.corpus.filters.quality_classifier import quality_model_checksums
+from zero2all.base.plugins import bind, spec_problems, split_spec
+from zero2all.corpus.filters.quality_classifier import QUALITY_FILTER, filter_checksums
 from zero2all.corpus.mapping import resolve_mapping
 from zero2all.corpus.readers.listing import path_problem
 from zero2all.recipe import Mistake, Recipe
 
 
 def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Paths that do not exist, also of test sets, unknown field mappings, unknown filters, wrong options of filters."""
+    """Paths that do not exist, also of test sets, unknown field mappings, missing models of filters."""
     for number, source in enumerate(recipe.corpus.sources):
         key = f"corpus.sources.{number}"
         yield from _path_mistakes(f"{key}.paths", source.paths, follow_links=source.follow_links)
@@ -27,19 +26,14 @@ def corpus_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         if (problem := path_problem(path, follow_links=True)) is not None:
             yield Mistake(problem, (f"evals.test_sets.{name}",))
     for number, spec in enumerate(recipe.corpus.filters or []):
-        for problem in filter_problems(spec) or _model_problems(spec):
-            yield Mistake(problem, (f"corpus.filters.{number}",))
+        if split_spec(spec)[0] == QUALITY_FILTER and not spec_problems("filter", spec):
+            try:
+                filter_checksums([bind("filter", spec)])
+            except Z2aError as error:
+                yield Mistake(str(error), (f"corpus.filters.{number}",))
 
 
 def _path_mistakes(key: str, paths: list[str], *, follow_links: bool) -> Iterator[Mistake]:
     for number, path in enumerate(paths):
         if (problem := path_problem(path, follow_links=follow_links)) is not None:
             yield Mistake(problem, (f"{key}.{number}",))
-
-
-def _model_problems(spec: str | dict[str, Any]) -> list[str]:
-    try:
-        quality_model_checksums(build_filters([spec]))
-    except Z2aError as error:
-        return [str(error)]
-    return []

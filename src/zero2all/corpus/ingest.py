@@ -93,7 +93,7 @@ def read_documents(file: RawFile, source: SourceRecipe, stats: FileStats) -> Ite
     id_prefix = f"{file.name}#{from_byte}+" if from_byte else f"{file.name}#"
     number = file.file_range.first_row if file.file_range else 0
     try:
-        for records in read_record_chunks(file, exclude=source.exclude):
+        for records in read_record_chunks(file, exclude=source.exclude, reader=source.reader):
             batch = to_record_batch(records, mapping, source, id_prefix, number, stats)
             number += len(records)
             if len(batch):

@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 
 from zero2all.base.io import atomic_path, fingerprint, sha256_file, write_record
 from zero2all.base.manifest import read_finished
+from zero2all.base.plugins import BoundPlugin
 from zero2all.corpus.chat_documents import filter_example
 from zero2all.corpus.document import SCHEMA, Document
-from zero2all.corpus.filters import BoundFilter, FilterOutcome, apply_filters, build_filters
+from zero2all.corpus.filters import FilterOutcome, apply_filters, build_filters
 from zero2all.corpus.ingest import FileStats, count_drop, read_documents
 from zero2all.corpus.manifest import DroppedDocuments, ReadCounts, SkippedFiles
 from zero2all.corpus.readers import RawFile, ReadLimits
@@ -173,9 +174,9 @@ def _read_files(task: PartTask, stats: FileStats) -> Iterator[pa.RecordBatch]:
 
 def apply_filters_to_batch(
     batch: pa.RecordBatch,
-    filters: Sequence[BoundFilter],
+    filters: Sequence[BoundPlugin],
     stats: FileStats,
-    apply: Callable[[Sequence[BoundFilter], Document], FilterOutcome] = apply_filters,
+    apply: Callable[[Sequence[BoundPlugin], Document], FilterOutcome] = apply_filters,
 ) -> pa.RecordBatch:
     """The documents that pass the filters, with their changes."""
     kept: list[int] = []

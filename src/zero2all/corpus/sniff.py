@@ -17,7 +17,7 @@ from zero2all.corpus.chat_shapes import has_messages
 from zero2all.corpus.mapping import DOCUMENT_FIELDS, MAPPING_PRESETS, find_preset
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError, UnreadableItemError
 from zero2all.corpus.readers.encoding import detect_encoding
-from zero2all.corpus.readers.formats import BINARY_FORMATS, strip_compression_extension
+from zero2all.corpus.readers.formats import is_binary, strip_compression_extension
 from zero2all.corpus.readers.listing import RawFile, find_file
 from zero2all.corpus.readers.records import detect_format, read_records
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream
@@ -118,7 +118,7 @@ def _detect_format(file: RawFile) -> DetectedFormat:
     try:
         with file.open() as raw:
             stream, compression, kind = detect_format(PeekableStream(raw), file.name, ReadLimits())
-            encoding = None if kind in BINARY_FORMATS else detect_encoding(stream.peek(HEAD_BYTES)).name
+            encoding = None if is_binary(kind) else detect_encoding(stream.peek(HEAD_BYTES)).name
     except (OSError, EOFError, ValueError) as error:
         raise UnreadableFileError(f"broken file ({type(error).__name__})") from error
     return DetectedFormat(kind, compression, encoding)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from zero2all.base.errors import Z2aError
-from zero2all.model.cost.model_size import ROUTER
 from zero2all.model.lora import ADAPTER_MARK
 from zero2all.model.z2all import Z2all
 from zero2all.recipe import ModelConfig
+from zero2all.recipe.optimizer_plugin import ROUTER
 
 CHUNK_ROWS = 256
 VOCABULARY_WEIGHTS = ("embed_tokens.weight", "lm_head.weight")

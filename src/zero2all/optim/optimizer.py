@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero2all.base.errors import Z2aError, need
+from zero2all.base.errors import Z2aError
 from zero2all.base.torch_private import dtensor_like
 from zero2all.base.units import show_bytes
-from zero2all.model.cost.model_size import updated_by_muon
-from zero2all.optim.adafactor import Adafactor
-from zero2all.optim.adamw_bf16 import AdamWBF16, Rounding, noise_key
-from zero2all.optim.muon import Muon
 from zero2all.parallel.sharded_init import to_local
 from zero2all.recipe import OptimizerRecipe
+from zero2all.recipe.optimizer_plugin import OptimizerParameters
 
 GroupBuilder = Callable[..., list[dict[str, Any]]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,9 +29,6 @@ Moments = dict[Tensor, dict[str, Tensor]]
 
 def one_group(parameters: Sequence[Tensor], **settings: Any) -> list[dict[str, Any]]:
     return [{"params": parameters, **settings}] if parameters else []
-
-
-MUON_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_optimizers(
@@ -47,51 +41,20 @@ def build_optimizers(
     seed: int = 0,
     compile: bool = False,
 ) -> list[Optimizer]:
-    """One optimizer for all, or Muon for the matrices inside the blocks and AdamW for the rest (``updated_by_muon``).
+    """The optimizers that ``train.optimizer.name`` builds: one, or one for each part of the parameters.
 
-    Weight decay applies to matrices only; on a norm's scale or a bias it would hurt. ``build_groups`` makes groups of
-    parameters with the same settings: a parallel layout may need several. ``mup_width_mult`` (see ``ModelConfig``)
-    scales the learning rate of every matrix but the embedding, for muP; Muon's updates fit any width as they are.
-    ``replicas`` are the ranks of DDP, over which Muon divides its work. ``seed`` and ``compile`` are for
-    ``AdamWBF16``.
+    ``mup_width_mult`` (see ``ModelConfig``) scales the learning rate of every matrix but the embedding, for muP. The
+    other arguments are described in ``OptimizerParameters``.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    in_blocks = [parameter for name, parameter in named if updated_by_muon(name, parameter.dim())]
-    by_muon = {id(parameter) for parameter in in_blocks} if recipe.name == "muon" else set()
-    rest = [(name, parameter) for name, parameter in named if id(parameter) not in by_muon]
-    embedding = [p for name, p in rest if "embed_tokens" in name]
-    matrices = [p for name, p in rest if p.dim() >= 2 and "embed_tokens" not in name]
-    vectors = [p for _, p in rest if p.dim() < 2]
-    groups = [
-        *build_groups(embedding, decays=True, rate=1.0),
-        *build_groups(matrices, decays=True, rate=mup_width_mult),
-        *build_groups(vectors, decays=False, rate=1.0),
-    ]
-    optimizers: list[Optimizer] = []
-    if recipe.has_bf16_weights:
-        noise_keys: dict[Tensor, int] = {parameter: noise_key(seed, name) for name, parameter in named}
-        rounding: Rounding = "kahan" if recipe.name == "adamw-bf16-kahan" else "stochastic"
-        optimizers.append(AdamWBF16(groups, noise_keys, rounding, compile=compile))
-    elif groups:  # all adapters (LoRA) are matrices inside the blocks: Muon leaves nothing for AdamW
-        optimizers.append(_build(recipe.name, groups))
-    if by_muon:
-        muon_groups = build_groups(in_blocks, decays=True, rate=1.0)
-        optimizers.append(Muon(muon_groups, dtype=MUON_DTYPES[recipe.muon_dtype], replicas=replicas))
+    bound = recipe.bound
+    parameters = OptimizerParameters(named, recipe, build_groups, mup_width_mult, replicas, seed, compile)
+    with bound.named():
+        optimizers: list[Optimizer] = bound().build(parameters)
+    for optimizer in optimizers:
+        bound.guard(optimizer, "step")
     apply_settings(optimizers, recipe)
     return optimizers
-
-
-def _build(name: str, groups: list[dict[str, Any]]) -> Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=1.0)
-    if name == "lion":
-        return Lion(groups)
-    if name == "adafactor":
-        return Adafactor(groups)
-    if name == "adamw-8bit":
-        low_bit: Optimizer = need("torchao.optim", "quant").AdamW8bit(groups)
-        return low_bit
-    return torch.optim.AdamW(groups, fused=True)
 
 
 def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None:
@@ -106,8 +69,9 @@ def apply_settings(optimizers: list[Optimizer], recipe: OptimizerRecipe) -> None
 
 def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, lr_multiplier: float) -> None:
     """Set every group to the same fraction of its own peak."""
+    plugin = recipe.plugin
     for optimizer in optimizers:
-        peak = recipe.peak_muon_lr if isinstance(optimizer, Muon) else recipe.peak_lr
+        peak = plugin.peak_lr(recipe, optimizer)
         for group in optimizer.param_groups:
             lr = peak * lr_multiplier * group["rate"]
             # Low-bit optimizers keep the learning rate in a tensor, so that a change does not recompile.
@@ -115,28 +79,6 @@ def set_learning_rate(optimizers: list[Optimizer], recipe: OptimizerRecipe, lr_m
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-
-
-class Lion(Optimizer):
-    """The sign of an interpolated momentum (https://arxiv.org/abs/2302.06675): half of Adam's memory."""
-
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            fast, slow = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                momentum = state["momentum"]
-                direction = momentum.lerp(parameter.grad, 1 - fast).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-                momentum.lerp_(parameter.grad, 1 - slow)
 
 
 def map_optimizer_state(optimizers: list[Optimizer], directory: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from zero2all.base.conversation import SourceKind
+from zero2all.base.plugins import PluginSpec
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.types import AnyDir, Bytes, Count, Fraction, InputPath, Mistake, Section
 
@@ -25,6 +26,8 @@ class TakeRecipe(Section):
 class SourceRecipe(Section):
     """A named source of text."""
 
+    _OMITTED = frozenset({"reader"})
+
     name: SourceName
     """Name of the source, in any script, without ``/``, ``\\``, ``@`` and control characters. Losses, mixture weights
     and token counts are recorded under it. Use one source for each kind of text that you weight or measure by
@@ -36,6 +39,10 @@ class SourceRecipe(Section):
     """What the records are: ``text``; ``chat`` for conversations (OpenAI, ShareGPT, Alpaca, MOSS); ``preference`` for
     pairs of a chosen and a rejected answer (DPO); ``rating`` for answers with a label (KTO). All but text are tokenized
     through the chat template of the tokenizer. Set it to what ``train.objective.name`` trains on."""
+    reader: PluginSpec | None = None
+    """Reader of all files: a built-in format such as csv, the name of an installed plugin, or ``module:function``,
+    alone or as a mapping with ``name`` and options. Set it for a format that zero2all does not know. Default: detected
+    from content and file name."""
     category: str = ""
     """Category of documents that have none of their own. Set it to ``code`` if filters take program text for prose."""
     exclude: list[str] = []
@@ -109,7 +116,7 @@ class CorpusRecipe(Section):
 
     sources: list[SourceRecipe] = []
     """Sources to read."""
-    filters: list[str | dict[str, Any]] | None = None
+    filters: list[PluginSpec] | None = None
     """Filters in order, each a name, or a mapping with ``name`` and options. Default: the built-in list. Set it if the
     report shows that a filter drops good documents, or that bad ones remain."""
     dedup: DedupRecipe = DedupRecipe()

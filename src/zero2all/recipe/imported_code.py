@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
+from zero2all.base.plugins import plugin_place, split_spec
+from zero2all.recipe.named_plugins import named_plugins
 from zero2all.recipe.sections import Recipe
 
 
@@ -14,7 +15,7 @@ class ImportedCode:
     key: str
     """The key of the recipe that names it."""
     name: str
-    """``package.module:attribute``."""
+    """``package.module:attribute``, or the name of an installed plugin."""
     file: str | None
     """Where the module is; None if it is not installed."""
 
@@ -23,16 +24,13 @@ class ImportedCode:
 
 
 def imported_code(recipe: Recipe) -> list[ImportedCode]:
-    """Everything that training with the recipe would import because the recipe names it."""
-    return [ImportedCode(key, name, find_module(name.partition(":")[0])) for key, name in _named(recipe)]
-
-
-def _named(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for number, name in enumerate(recipe.track.sinks):
-        if ":" in name:  # the others are ours
-            yield f"track.sinks.{number}", name
-    for number, name in enumerate(recipe.train.objective.grpo.rewards):
-        yield f"train.objective.grpo.rewards.{number}", name
+    """Everything that working with the recipe would import because the recipe names it."""
+    return [
+        ImportedCode(key, name, find_module(place.partition(":")[0]))
+        for key, kind, spec in named_plugins(recipe)
+        for name in [split_spec(spec)[0]]
+        if (place := plugin_place(kind, name)) is not None
+    ]
 
 
 def find_module(name: str) -> str | None:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from zero2all.base.conversation import SourceKind
-from zero2all.recipe.types import AnyDir, Count, Mistake, Positive, Section
-
-ObjectiveName = Literal["pretrain", "sft", "dpo", "kto", "grpo", "distill"]
-Conversations = Literal["cut", "packed", "padded", "pairs"]
-"""Conversations as training reads them: cut as text is, and every token a target; or whole, and what the assistant
-writes are the targets: many in a row, one in a row, or many pairs in a row."""
-
-OBJECTIVE_KINDS: dict[ObjectiveName, tuple[SourceKind, ...]] = {
-    "pretrain": ("text", "chat"),
-    "sft": ("text", "chat"),
-    "dpo": ("preference",),
-    "kto": ("rating", "preference"),
-    "grpo": ("chat",),
-    "distill": ("text", "chat"),
-}
-"""The sources that an objective can train on."""
+from zero2all.base.plugins import (
+    BoundPlugin,
+    PluginSpec,
+    bind,
+    loaded_plugin,
+    name_problem,
+    spec_problems,
+    split_spec,
+)
+from zero2all.recipe.objective_plugin import Conversations, ObjectivePlugin
+from zero2all.recipe.types import AnyDir, Count, Mistake, PluginName, Positive, Section
 
 
 class DPORecipe(Section):
@@ -76,10 +71,11 @@ class GRPORecipe(Section):
     A step samples ``group_size`` answers to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
     """
 
-    rewards: list[str] = []
-    """Reward functions as ``package.module:function``, called with the prompt, the answer and the reference answer as
-    texts; their results are added. The modules are imported, so treat a recipe from somebody else as code. Set it for
-    grpo, which needs at least one."""
+    rewards: list[PluginSpec] = []
+    """Reward functions: each ``package.module:function``, the name of an installed plugin, or a mapping with ``name``
+    and options. They are called with the prompt, the answer and the reference answer as texts, and their results are
+    added. The modules are imported, so treat a recipe from somebody else as code. Set it for grpo, which needs at least
+    one."""
     group_size: int = Field(8, ge=2)
     """Number of answers to a prompt, which are compared with each other. Raise it if ``groups_without_spread`` is
     high."""
@@ -102,9 +98,10 @@ class GRPORecipe(Section):
     checkpoints when ``sampler_gap`` grows. Set it if sampling takes most of a step. Default: the model itself."""
 
     def mistakes(self) -> Iterator[Mistake]:
-        for name in self.rewards:
-            if not re.fullmatch(r"[\w.]+:\w+", name):
-                yield Mistake(f"{name!r} must be package.module:function", ("rewards",))
+        for spec in self.rewards:
+            name, _ = split_spec(spec)
+            if not re.fullmatch(r"[\w.]+:\w+", name) and (":" in name or name_problem("reward", name)):
+                yield Mistake(f"{name!r} must be package.module:function, or an installed function", ("rewards",))
 
 
 class DistillRecipe(Section):
@@ -130,12 +127,14 @@ class DistillRecipe(Section):
 class ObjectiveRecipe(Section):
     """What the model is trained for."""
 
-    name: ObjectiveName = "pretrain"
-    """The objective. pretrain: predict every token. sft: predict what the assistant writes in whole conversations
-    (``kind: chat``); text is trained on as in pretraining. dpo: prefer the chosen of two answers
-    (``kind: preference``). kto: prefer answers with the label true (``kind: rating``, or both of a pair). grpo: raise
-    the rewards of sampled answers (``kind: chat``). distill: learn from a teacher. Change it once a pretrained model
-    exists (``train.init``)."""
+    _OMITTED = frozenset({"options"})
+
+    name: Annotated[str, PluginName("objective")] = "pretrain"
+    """The objective: a built-in one, the name of an installed plugin, or ``module:Class``. pretrain: predict every
+    token. sft: predict what the assistant writes in whole conversations (``kind: chat``); text is trained on as in
+    pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer answers with the label true
+    (``kind: rating``, or both of a pair). grpo: raise the rewards of sampled answers (``kind: chat``). distill: learn
+    from a teacher. Change it once a pretrained model exists (``train.init``)."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower. Turn it off only
     to compare: it does not change the loss of a conversation."""
@@ -149,11 +148,33 @@ class ObjectiveRecipe(Section):
     """Options of grpo."""
     distill: DistillRecipe = DistillRecipe()
     """Options of distill."""
+    options: dict[str, Any] = {}
+    """Options of an objective that is a plugin, by their names. Set those that it documents."""
+
+    @property
+    def spec(self) -> PluginSpec:
+        return {**self.options, "name": self.name}
+
+    @property
+    def bound(self) -> BoundPlugin:
+        return bind("objective", self.spec)
+
+    @property
+    def plugin(self) -> ObjectivePlugin:
+        """The registration of the objective, whose module is imported."""
+        plugin: ObjectivePlugin = self.bound()
+        return plugin
+
+    @property
+    def loaded(self) -> ObjectivePlugin | None:
+        """The same, or None if its module would have to be imported: rules over a recipe import nothing."""
+        is_loaded = loaded_plugin("objective", self.name) is not None
+        return self.plugin if is_loaded and not spec_problems("objective", self.spec) else None
 
     @property
     def kinds(self) -> tuple[SourceKind, ...]:
         """The sources that it can train on."""
-        return ("chat",) if self.name == "distill" and self.distill.on_policy else OBJECTIVE_KINDS[self.name]
+        return self.plugin.kinds(self)
 
     @property
     def is_chat(self) -> bool:
@@ -163,31 +184,22 @@ class ObjectiveRecipe(Section):
     @property
     def conversations(self) -> Conversations:
         """How conversations are read."""
-        if self.name == "pretrain" or (self.name == "distill" and not self.distill.on_policy):
-            return "cut"
-        if self.name == "dpo":
-            return "pairs"
-        if self.name in ("grpo", "distill"):
-            return "padded"
-        return "packed" if self.packing else "padded"
-
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.name == "grpo" and not self.grpo.rewards:
-            yield Mistake("objective grpo needs at least one reward function", ("grpo.rewards", "name"))
-        if self.name == "distill" and self.distill.teacher is None:
-            yield Mistake("objective distill needs a teacher", ("distill.teacher", "name"))
+        return self.plugin.conversations(self)
 
     @property
     def compares_answers(self) -> bool:
         """Whether the loss depends on log-probabilities of whole answers, not of each token alone."""
-        return self.name in ("dpo", "kto")
+        return self.plugin.compares_answers
 
     @property
     def weighs_tokens(self) -> bool:
         """Whether tokens have different weights, so that losses are not simply added."""
-        return self.compares_answers or self.name == "grpo"
+        return self.plugin.weighs_tokens
 
     @property
     def needs_reference(self) -> bool:
         """Whether answers are compared with the initial model's."""
-        return self.name == "kto" or (self.name == "dpo" and self.dpo.needs_reference)
+        return self.plugin.needs_reference(self)
+
+    def mistakes(self) -> Iterator[Mistake]:
+        return iter(()) if self.loaded is None else self.loaded.mistakes(self)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from zero2all.base.plugins import BoundPlugin, PluginSpec, bind
 from zero2all.base.units import Duration
-from zero2all.recipe.types import Count, DurationField, Fraction, Positive, Section, Slug, require_chosen
+from zero2all.recipe.optimizer_plugin import OptimizerPlugin
+from zero2all.recipe.types import Count, DurationField, Fraction, PluginName, Positive, Section, Slug, require_chosen
 
 
 class OptimizerRecipe(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "adamw-8bit", "adamw-bf16", "adamw-bf16-kahan", "adafactor", "muon", "lion", "sgd"] = "adamw"
-    """The optimizer. muon: orthogonalized momentum for the matrices inside the blocks, AdamW for the rest. adamw-8bit:
-    moments in 8 bits (torchao). adamw-bf16: weights, gradients and moments in bf16 (routers in fp32) with stochastic
-    rounding. adamw-bf16-kahan: the rounding error of each weight is kept instead, in 2 bytes more. adafactor: second
-    moment by rows and columns, no first. Change it if optimizer state does not fit, or to compare muon."""
+    _OMITTED = frozenset({"options"})
+
+    name: Annotated[str, PluginName("optimizer")] = "adamw"
+    """The optimizer: a built-in one, the name of an installed plugin, or ``module:Class``. muon: orthogonalized
+    momentum for the matrices inside the blocks, AdamW for the rest. adamw-8bit: moments in 8 bits (torchao).
+    adamw-bf16: weights, gradients and moments in bf16 (routers in fp32) with stochastic rounding. adamw-bf16-kahan: the
+    rounding error of each weight is kept instead, in 2 bytes more. adafactor: second moment by rows and columns, no
+    first. Change it if optimizer state does not fit, or to compare muon."""
     lr: Positive | None = None
     """Peak learning rate. With muon, the rate of the parameters that AdamW updates. Default: chosen for the optimizer,
     the model size and the number of tokens; the log and the recipe of the run have the value. Lower it if the loss
@@ -41,28 +46,46 @@ class OptimizerRecipe(Section):
     fine-tune."""
     max_grad_norm: Positive = 1.0
     """Gradients are clipped to this global norm. Lower it if single steps with a large ``grad_norm`` raise the loss."""
+    options: dict[str, Any] = {}
+    """Options of an optimizer that is a plugin, by their names. Set those that it documents."""
+
+    def peak(self, key: str) -> float:
+        rate: float = require_chosen(getattr(self, key), f"train.optimizer.{key}")
+        return rate
 
     @property
     def peak_lr(self) -> float:
-        return require_chosen(self.lr, "train.optimizer.lr")
+        return self.peak("lr")
 
     @property
-    def peak_muon_lr(self) -> float:
-        return require_chosen(self.muon_lr, "train.optimizer.muon_lr")
+    def spec(self) -> PluginSpec:
+        return {**self.options, "name": self.name}
+
+    @property
+    def bound(self) -> BoundPlugin:
+        return bind("optimizer", self.spec)
+
+    @property
+    def plugin(self) -> OptimizerPlugin:
+        """The registration of the optimizer, whose module is imported."""
+        plugin: OptimizerPlugin = self.bound()
+        return plugin
 
     @property
     def has_bf16_weights(self) -> bool:
         """Whether the weights of the model are stored in bf16, not in fp32."""
-        return self.name in ("adamw-bf16", "adamw-bf16-kahan")
+        return self.plugin.has_bf16_weights
 
 
 class ScheduleRecipe(Section):
     """Learning-rate schedule of a stage, as a multiplier of the optimizer's rate: linear warmup, then a shape."""
 
-    shape: Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"] = "cosine"
+    _OMITTED = frozenset({"options"})
+
+    shape: Annotated[str, PluginName("schedule")] = "cosine"
     """Shape of the decay from ``peak`` to ``min_lr_ratio``. wsd holds the peak and decays linearly over the last
-    ``decay_ratio``; constant holds it to the end; inverse-sqrt decays with the square root of the step. Change it to
-    wsd or constant if you may train longer."""
+    ``decay_ratio``; constant holds it to the end; inverse-sqrt decays with the square root of the step. Or the
+    name of an installed plugin, or module:function. Change it to wsd or constant if you may train longer."""
     warmup: DurationField = Duration(20, "steps")
     """Length of the linear warmup. Raise it if the loss spikes or diverges early, and for large models."""
     peak: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -73,6 +96,8 @@ class ScheduleRecipe(Section):
     this stage."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """For wsd: fraction of the stage over which the rate decays. Raise it if the loss still falls fast at the end."""
+    options: dict[str, Any] = {}
+    """Options of a shape that is a plugin, by their names. Set those that it documents."""
 
 
 LATER_SCHEDULE = ScheduleRecipe(shape="constant", warmup=Duration(0, "steps"))

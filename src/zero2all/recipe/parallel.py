@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from zero2all.recipe.features import feature_mistakes
 from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.sync import SyncRecipe
 from zero2all.recipe.training import TrainRecipe
@@ -187,14 +188,9 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         )
     if train.float8 is not None:
         yield from _float8_mistakes(model, train, parallel)
-    yield from _offload_mistakes(train, parallel)
-    if train.objective.name == "distill" and max(parallel.tp, parallel.cp, parallel.pp) > 1:
-        yield Mistake(
-            "train.objective.name=distill needs all logits of a position on one rank: use dp_shard or dp_replicate",
-            ("parallel.tp", "parallel.cp", "parallel.pp", "train.objective.name"),
-        )
-    if train.objective.weighs_tokens:
-        yield from _answer_mistakes(model, train, parallel)
+    yield from feature_mistakes(train, parallel)
+    if (objective := train.objective.loaded) is not None and objective.weighs_tokens:
+        yield from _answer_mistakes(model, train)
 
 
 def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
@@ -211,13 +207,8 @@ def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[
         )
 
 
-def _answer_mistakes(model: ModelConfig, train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
+def _answer_mistakes(model: ModelConfig, train: TrainRecipe) -> Iterator[Mistake]:
     objective = f"train.objective.name={train.objective.name}"
-    if parallel.cp > 1:
-        yield Mistake(
-            f"{objective} needs whole answers, which cp would split over ranks: set parallel.cp=1",
-            ("parallel.cp", "train.objective.name"),
-        )
     if model.mtp_weight > 0:
         yield Mistake(
             f"{objective} does not train multi-token prediction: set model.mtp_weight=0",
@@ -315,21 +306,6 @@ def _split_backward_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> It
             f"schedule {parallel.schedule} recomputes a block twice, but what selective checkpointing keeps serves "
             "once: set parallel.activation_checkpointing=full, or parallel.schedule=interleaved",
             ("parallel.schedule", "parallel.pp", "parallel.activation_checkpointing"),
-        )
-
-
-def _offload_mistakes(train: TrainRecipe, parallel: ParallelRecipe) -> Iterator[Mistake]:
-    if parallel.offload == "cpu" and train.optimizer.name == "muon":
-        yield Mistake(
-            "Muon multiplies whole matrices, which offload would do on the CPU: set parallel.offload=none, or "
-            "train.optimizer.name=adamw",
-            ("parallel.offload", "train.optimizer.name"),
-        )
-    if parallel.offload_dir is not None and train.optimizer.name != "adamw":
-        yield Mistake(
-            "the files of parallel.offload hold the moments of AdamW: set parallel.offload=cpu or none, or "
-            "train.optimizer.name=adamw",
-            ("parallel.offload", "train.optimizer.name"),
         )
 
 

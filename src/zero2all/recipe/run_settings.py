@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from zero2all.base.package_data import read_package_table
-from zero2all.recipe.objective import ObjectiveName
+from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.recipe.sections import Recipe
 from zero2all.recipe.training import ResolvedStage, StageRecipe, TrainRecipe
 from zero2all.recipe.types import Section
@@ -29,7 +29,7 @@ ADJUSTABLE = ("train.optimizer", "train.guard", "train.precision", "train.float8
 FIXED = ("train.optimizer.name",)
 """Exceptions to that: the optimizer decides which state there is."""
 
-_OBJECTIVES = tuple(f"train.objective.{name}" for name in get_args(ObjectiveName))
+_OBJECTIVES = tuple(f"train.objective.{name}" for name, value in ObjectiveRecipe() if isinstance(value, Section))
 _STAGE_KEYS = tuple(
     name for name in StageRecipe.model_fields if name != "name" and f"train.stages.{name}" not in EXCEPTIONS
 )
@@ -74,7 +74,7 @@ def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, Section):
             yield from _leaves(value, f"{key}.")
-        else:
+        elif name in dumped:
             yield key, str(value.absolute()) if isinstance(value, Path) else dumped[name]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
+from zero2all.base.plugins import PluginSpec
 from zero2all.base.units import Duration
 from zero2all.base.workspace import DEFAULT_RUN, MAX_NAME_PARTS, is_unsearched
 from zero2all.recipe.corpus import CorpusRecipe
@@ -179,9 +180,10 @@ class TrackRecipe(Section):
 
     log_every: int = Field(10, ge=1)
     """Number of steps between log lines; the run record has every step. Raise it if steps are short."""
-    sinks: list[str] = []
-    """Additional trackers: tensorboard, wandb, or package.module:Class. That module is imported, so treat a recipe from
-    somebody else as code. Add one if your team compares runs there."""
+    sinks: list[PluginSpec] = []
+    """Additional trackers: tensorboard, wandb, package.module:Class, or the name of an installed plugin, each alone or
+    as a mapping with ``name`` and options. Its module is imported, so treat a recipe from somebody else as code. Add
+    one if your team compares runs there."""
     layer_norms_every: int | None = Field(100, ge=1)
     """Number of steps between records of the gradient norm of every layer; null disables them. Lower it to find the
     layer in which gradients grow."""
@@ -190,12 +192,18 @@ class TrackRecipe(Section):
 class EvalsRecipe(Section):
     """How a model is evaluated."""
 
+    _OMITTED = frozenset({"benchmarks"})
+
     tokens: Count = 131072
     """Number of validation tokens that bits-per-byte is measured on. Raise it if the error (±) exceeds the differences
     that you look for."""
     every: DurationField | None = None
     """Interval of validation during training. Default: none; the quickstart validates at the end. Set it to see whether
     the model overfits, and for ``checkpoint.keep_best``."""
+    benchmarks: list[PluginSpec] = []
+    """Benchmarks of ``z2a eval bench`` if it is called without any: each a built-in one, the name of an installed
+    plugin, or ``module:function``, alone or as a mapping with ``name`` and options. Default: all built-in ones whose
+    files are there. Set it to evaluate every run in the same way."""
     test_sets: dict[SourceName, InputPath] = {}
     """Texts besides the validation set that each validation measures bits-per-byte on, such as
     ``{wiki: data/wiki.jsonl}``: by name, a file, a directory, a glob or a URL in any format of a source. Add text that

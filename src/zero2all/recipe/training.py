@@ -8,9 +8,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from zero2all.base.plugins import PluginSpec, loaded_plugin
 from zero2all.base.units import Duration
 from zero2all.recipe.model import RopeScaling
-from zero2all.recipe.objective import Conversations, ObjectiveRecipe
+from zero2all.recipe.objective import ObjectiveRecipe
+from zero2all.recipe.objective_plugin import Conversations
 from zero2all.recipe.optimizer import LATER_SCHEDULE, ExtensionRecipe, OptimizerRecipe, ScheduleRecipe
 from zero2all.recipe.source_names import SourceReference
 from zero2all.recipe.types import AnyDir, Count, DurationField, Mistake, Positive, Section, Slug, require_chosen
@@ -133,6 +135,8 @@ class ResolvedStage:
 class TrainRecipe(TrainLength):
     """How the model is trained. Set the length as exactly one of steps, tokens or epochs, or set stages."""
 
+    _OMITTED = frozenset({"callbacks"})
+
     init: AnyDir | None = None
     """Pretrained weights to start from: the directory of a run (its newest checkpoint), a checkpoint, or a Hugging Face
     model in safetensors (Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE). ``model`` must match them; tokens of an extended
@@ -179,6 +183,10 @@ class TrainRecipe(TrainLength):
     deterministic: bool = False
     """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, and asks
     flash-attn for its deterministic backward. Turn it on if runs on GPUs must match bit by bit."""
+    callbacks: list[PluginSpec] = []
+    """Callbacks that see every step, such as metrics of your own: each the name of an installed plugin, or
+    ``module:Class``, alone or as a mapping with ``name`` and options. Add one to record or to check what zero2all does
+    not."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     """The optimizer and its hyperparameters."""
     schedule: ScheduleRecipe = ScheduleRecipe()
@@ -205,13 +213,14 @@ class TrainRecipe(TrainLength):
         for extension in self.extensions:
             if extension.stage not in (names or [ONLY_STAGE]):
                 yield Mistake(f"extensions names {extension.stage}, which is not a stage", ("extensions", "stages"))
-        if self.optimizer.has_bf16_weights and self.precision in ("fp32", "fp16"):
+        is_loaded = loaded_plugin("optimizer", self.optimizer.name) is not None
+        if self.precision in ("fp32", "fp16") and is_loaded and self.optimizer.has_bf16_weights:
             yield Mistake(
                 f"the weights of {self.optimizer.name} are in bf16, so precision: {self.precision} cannot compute with "
                 "them: set precision: bf16, or optimizer.name: adamw",
                 ("precision", "optimizer.name"),
             )
-        if self.objective.needs_reference and self.init is None:
+        if (loaded := self.objective.loaded) and loaded.needs_reference(self.objective) and self.init is None:
             yield Mistake(
                 f"objective {self.objective.name} compares the model to the one it began as: set init",
                 ("init", "objective.name"),

@@ -6,22 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainSerializer,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_serializer,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from zero2all.base.paths import RemotePath, credentials_problem, is_url, to_path
+from zero2all.base.plugins import builtin_names, name_problem
 from zero2all.base.redact import redact
 from zero2all.base.units import INT64_LIMIT, Duration, parse_bytes, parse_count
 
@@ -69,6 +75,25 @@ AnyDir = Annotated[Path, BeforeValidator(_local_or_remote)]
 # A password in the URL of a text is used to read it; it is not written into the recipe of a run, nor shown.
 InputPath = Annotated[str, BeforeValidator(_refuse_credentials), PlainSerializer(redact, when_used="json")]
 
+
+@dataclass(frozen=True)
+class PluginName:
+    """The type of a key that names a plugin: built in, installed, or ``module:Name``, which is not imported for it."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._require_known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"enum": builtin_names(self.kind)}, {"type": "string"}]}
+
+    def _require_known(self, name: str) -> str:
+        if problem := name_problem(self.kind, name):
+            raise ValueError(problem)
+        return name
+
+
 COLLECT_MISTAKES = "collect mistakes"
 """Validation context in which broken rules raise nothing: the caller asks every section for its ``mistakes``."""
 
@@ -95,6 +120,14 @@ class Section(BaseModel):
         if info.field_name in _number_fields(cls):
             _refuse_non_numbers(value)
         return value
+
+    _OMITTED: ClassVar[frozenset[str]] = frozenset()
+    """Keys that a recipe has only if they are set, so that recipes of runs from before them stay as they are."""
+
+    @model_serializer(mode="wrap")
+    def _without_unused_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if value or key not in self._OMITTED}
 
     def mistakes(self) -> Iterator[Mistake]:
         """The broken rules of this section alone, not of the sections in it."""

@@ -11,7 +11,7 @@ import numpy as np
 from zero2all.base.conversation import SourceKind
 from zero2all.base.io import MANIFEST, fingerprint
 from zero2all.base.manifest import read_documents_manifest
-from zero2all.recipe.objective import Conversations
+from zero2all.recipe.objective_plugin import Conversations
 from zero2all.tokens.conversation_rows import AnswerCounts, ConversationRows, RowAnswers
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore

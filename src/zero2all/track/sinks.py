@@ -4,28 +4,22 @@
 network and never sees an error. A failure is logged once when it begins and once when it is over. Dropped items are
 counted and logged on close.
 
-``track.sinks`` in a recipe names them: ``tensorboard``, ``wandb``, or ``package.module:Class`` for your own, which is
-instantiated with the run directory. Only a class with the methods of ``Sink`` is accepted: any other name is rejected
-before it is called.
+``track.sinks`` in a recipe names them. Each is a plugin (``zero2all.base.plugins``) that is instantiated with the run
+directory. The built-in ones are in ``trackers/``.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import itertools
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from zero2all.base.console import warn
-from zero2all.base.errors import UsageError, Z2aError, need
-from zero2all.recipe import Mistake, Recipe
+from zero2all.base.errors import UsageError, Z2aError
+from zero2all.base.plugins import PluginSpec, bind
 from zero2all.track.record_lines import EventLine, HistogramLine, RecordLine, SampleLine, StepLine
 
 QUEUE_CAPACITY = 20_000
@@ -169,124 +163,21 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoard:
-    """Event files that ``tensorboard --logdir`` reads."""
-
-    def __init__(self, directory: Path) -> None:
-        need("tensorboard", "track")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory / "tensorboard"))
-
-    def step(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def event(self, name: str, details: dict[str, Any]) -> None:
-        self._writer.add_text(f"events/{name}", str(details), details.get("step", 0))
-        self._writer.flush()
-
-    def sample(self, step: int, name: str, text: str) -> None:
-        indented = "\n".join("    " + line for line in text.splitlines())  # as code: TensorBoard reads Markdown
-        self._writer.add_text(f"samples/{name}", indented, step)
-
-    def histogram(self, step: int, name: str, counts: list[float], edges: list[float]) -> None:
-        centers = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
-        total = sum(counts)
-        self._writer.add_histogram_raw(
-            name,
-            edges[0],
-            edges[-1],
-            total,
-            sum(count * center for count, center in zip(counts, centers, strict=True)),
-            sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
-            edges[1:],
-            counts,
-            step,
-        )
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Weights & Biases. Offline unless WANDB_MODE is set; ``wandb sync`` uploads the run."""
-
-    def __init__(self, directory: Path) -> None:
-        self._wandb: Any = need("wandb", "wandb")
-        self._directory = directory
-
-    @cached_property
-    def _run(self) -> Any:
-        """Created at the first line, on the sink's thread: it may wait for a server."""
-        name, mode = self._directory.parent.name, os.environ.get("WANDB_MODE", "offline")
-        return self._wandb.init(project="zero2all", name=name, dir=str(self._directory), mode=mode)
-
-    def step(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def event(self, name: str, details: dict[str, Any]) -> None:
-        self._run.log({f"events/{name}": str(details)}, commit=False)  # logged with the next step
-
-    def sample(self, step: int, name: str, text: str) -> None:
-        self._run.log({f"samples/{name}": text}, step=step)
-
-    def histogram(self, step: int, name: str, counts: list[float], edges: list[float]) -> None:
-        self._run.log({name: self._wandb.Histogram(np_histogram=(counts, edges))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-BUILTIN_SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb}
-SINK_METHODS = ("step", "event", "sample", "histogram", "close")
-
-
-def open_sinks(names: Iterable[str], directory: Path) -> list[Sink]:
+def open_sinks(specs: Iterable[PluginSpec], directory: Path) -> list[Sink]:
     """The sinks that a recipe asks for. A missing package is an error before training, never during it."""
-    return [_create_sink(name, directory) for name in names]
+    return [_create_sink(spec, directory) for spec in specs]
 
 
-def sink_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """What is wrong with the sinks that a recipe names. Their modules are imported; nothing is instantiated."""
-    for number, name in enumerate(recipe.track.sinks):
-        try:
-            _sink_class(name)
-        except UsageError as error:
-            yield Mistake(str(error), (f"track.sinks.{number}",))
-
-
-def _create_sink(name: str, directory: Path) -> Sink:
+def _create_sink(spec: PluginSpec, directory: Path) -> Sink:
     try:
-        create: Callable[[Path], Sink] = _sink_class(name)
-        return create(directory)
+        sink: Sink = bind("sink", spec)(directory)
     except UsageError as error:
         raise UsageError(f"track.sinks: {error}") from error
     except Z2aError:
         raise
     except Exception as error:
-        raise Z2aError(f"track.sinks: {name} does not start ({type(error).__name__}: {error})") from error
-
-
-def _sink_class(name: str) -> type[Sink]:
-    """The class behind a name, validated before it is called: a recipe must not be able to call arbitrary functions."""
-    if name in BUILTIN_SINKS:
-        return BUILTIN_SINKS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UsageError(f"no sink {name!r}; there are {', '.join(BUILTIN_SINKS)}, or package.module:Class")
-    try:
-        target: Any = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # importing runs the module's code
-        raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error})") from error
-    if not isinstance(target, type):
-        raise UsageError(f"{name} is not a class: write a class with the methods {', '.join(SINK_METHODS)}")
-    missing = [method for method in SINK_METHODS if not callable(getattr(target, method, None))]
-    if missing:
-        raise UsageError(f"{name} is not a sink: it has no method {', '.join(missing)}")
-    if inspect.isabstract(target) or getattr(target, "_is_protocol", False):
-        raise UsageError(f"{name} is abstract: name a class that implements {', '.join(SINK_METHODS)}")
-    return target
+        raise Z2aError(f"track.sinks: {spec} does not start ({type(error).__name__}: {error})") from error
+    return sink
 
 
 def sink_writer(sink: Sink) -> Callable[[list[RecordLine]], None]:

@@ -6,11 +6,11 @@ one line in that list, and knows no other.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 from zero2all.base.charts.terminal import sparkline
 from zero2all.base.console import say
+from zero2all.base.plugins import bind
 from zero2all.base.records import to_json
 from zero2all.checkpoint import TrainingState
 from zero2all.checkpoint.training_state import LossScaleState, RopeState
@@ -22,8 +22,6 @@ from zero2all.train.samples import record_samples
 from zero2all.train.step import StepResult, TrainStep
 from zero2all.train.step_timer import StepTimer
 from zero2all.train.throughput import PER_RANK_METRICS
-
-GC_INTERVAL_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,16 @@ class Component:
 
     def at_end(self) -> None:
         """After the last step."""
+
+
+def build_callbacks(job: TrainingJob) -> list[Component]:
+    """The callbacks of the recipe, after one that every run has."""
+    built = []
+    for spec in ("garbage-collection", *job.recipe.train.callbacks):
+        bound = bind("callback", spec)
+        built.append(bound(job))
+        bound.guard(built[-1], "before_step", "after_step", "needs_weights", "after_seek", "at_end")
+    return built
 
 
 class StageEntry(Component):
@@ -126,14 +134,6 @@ class StepMetrics(Component):
 
     def after_seek(self) -> None:
         self.job.throughput.restart_timer()
-
-
-class GarbageCollection(Component):
-    """On all ranks at the same step."""
-
-    def after_step(self, step: FinishedStep) -> None:
-        if step.done % GC_INTERVAL_STEPS == 0:
-            gc.collect()
 
 
 class Validation(Component):

@@ -92,7 +92,7 @@ def estimate_run(recipe: Recipe, world_size: int | None = None, gpu: Gpu | None 
         epochs=epochs,
         learning_rates=LearningRates(
             optimizer.peak_lr,
-            optimizer.muon_lr if optimizer.name == "muon" else None,
+            optimizer.muon_lr if "muon_lr" in optimizer.plugin.rates else None,
             None if plan is None else _sample_schedule(plan, optimizer.peak_lr),
             chosen,
         ),

@@ -14,15 +14,13 @@ from zero2all.base.errors import UsageError
 from zero2all.base.units import show_count
 from zero2all.model.cost.model_size import non_embedding_parameters
 from zero2all.recipe import ModelConfig, Recipe, TrainRecipe
+from zero2all.recipe.optimizer_plugin import LearningRateLaw
 
 STEP_LAW = "Step Law, https://arxiv.org/abs/2503.04715"
 MAX_LR = 2**-7  # the highest learning rate in the law's grid; a small model on much text would exceed it
 TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
-LION_FACTOR = 0.2  # of AdamW's rate: https://arxiv.org/abs/2302.06675 recommends a tenth to a third
-SGD_LR = 0.1
-MUON_LR = 0.02  # per-shape scaling in ``Muon`` makes one rate suit every width
 
-BATCH_TOKENS, LR, MUON = "train.batch_tokens", "train.optimizer.lr", "train.optimizer.muon_lr"
+BATCH_TOKENS, OPTIMIZER = "train.batch_tokens", "train.optimizer."
 MICRO_BATCH_TOKENS = "train.micro_batch_tokens"  # auto depends on memory: see ``micro_batch``
 
 
@@ -68,11 +66,11 @@ def choose_hyperparameters(
     chosen = {key: ChosenValue(key, kept[key], AS_IN_RUN) for key in unset if key in kept}
     if BATCH_TOKENS in unset and BATCH_TOKENS not in chosen:
         chosen[BATCH_TOKENS] = _choose_batch_tokens(recipe, source_tokens)
-    if LR in unset and LR not in chosen:
-        batch = chosen[BATCH_TOKENS].value if BATCH_TOKENS in chosen else None
-        chosen[LR] = _choose_lr(recipe, planned_tokens(recipe.train, batch, source_tokens))
-    if MUON in unset and MUON not in chosen:
-        chosen[MUON] = ChosenValue(MUON, MUON_LR, "for every width, https://kellerjordan.github.io/posts/muon/")
+    batch = chosen[BATCH_TOKENS].value if BATCH_TOKENS in chosen else None
+    for key in (key for key in unset if key.startswith(OPTIMIZER) and key not in chosen):
+        law = _lr_law(recipe.model, planned_tokens(recipe.train, batch, source_tokens))
+        lr, source = recipe.train.optimizer.plugin.learning_rate(key.removeprefix(OPTIMIZER), law)
+        chosen[key] = ChosenValue(key, float(f"{lr:.2e}"), source)
     return [chosen[key] for key in unset if key in chosen]
 
 
@@ -86,7 +84,7 @@ def stored_micro_batch(recipe: Recipe, read_stored: Callable[[], Recipe | None])
 def with_hyperparameters(recipe: Recipe, chosen: list[ChosenValue]) -> Recipe:
     """The recipe with the chosen values filled in."""
     values = {one.key: one.value for one in chosen}
-    optimizer = {key.rpartition(".")[2]: values[key] for key in (LR, MUON) if key in values}
+    optimizer = {key.removeprefix(OPTIMIZER): value for key, value in values.items() if key.startswith(OPTIMIZER)}
     update: dict[str, object] = {"optimizer": recipe.train.optimizer.model_copy(update=optimizer)}
     for key in (BATCH_TOKENS, MICRO_BATCH_TOKENS):
         if key in values:
@@ -130,11 +128,7 @@ def lr_parameters(config: ModelConfig) -> float:
 
 
 def _unset_keys(recipe: Recipe) -> list[str]:
-    optimizer = recipe.train.optimizer
-    values = {BATCH_TOKENS: recipe.train.batch_tokens, LR: optimizer.lr}
-    if optimizer.name == "muon":
-        values[MUON] = optimizer.muon_lr
-    unset = [key for key, value in values.items() if value is None]
+    unset = [key for key, value in _open_values(recipe).items() if value is None]
     return [*unset, *([MICRO_BATCH_TOKENS] if recipe.train.micro_batch_tokens == "auto" else [])]
 
 
@@ -145,9 +139,14 @@ def _stored_values(recipe: Recipe, stored: Recipe | None) -> dict[str, float]:
     shapes = [one.model.model_dump(exclude={"preset", "ops"}) for one in (recipe, stored)]
     if shapes[0] != shapes[1]:
         return {}
-    optimizer = stored.train.optimizer
-    values = {BATCH_TOKENS: stored.train.batch_tokens, LR: optimizer.lr, MUON: optimizer.muon_lr}
-    return {key: value for key, value in values.items() if value is not None}
+    return {key: value for key, value in _open_values(stored).items() if value is not None}
+
+
+def _open_values(recipe: Recipe) -> dict[str, float | None]:
+    """What a recipe may leave open, except the micro-batch."""
+    optimizer = recipe.train.optimizer
+    rates = {f"{OPTIMIZER}{key}": getattr(optimizer, key) for key in optimizer.plugin.rates}
+    return {BATCH_TOKENS: recipe.train.batch_tokens, **rates}
 
 
 def _choose_batch_tokens(recipe: Recipe, source_tokens: Mapping[str, int] | None) -> ChosenValue:
@@ -163,19 +162,10 @@ def _choose_batch_tokens(recipe: Recipe, source_tokens: Mapping[str, int] | None
     return ChosenValue(BATCH_TOKENS, unit * 2**doublings, f"{STEP_LAW}, for {show_count(tokens)} tokens{assumed}")
 
 
-def _choose_lr(recipe: Recipe, tokens: float | None) -> ChosenValue:
-    name, config = recipe.train.optimizer.name, recipe.model
-    if name == "sgd":
-        return ChosenValue(LR, SGD_LR, "as for residual networks, https://arxiv.org/abs/1512.03385: no law is known")
+def _lr_law(config: ModelConfig, tokens: float | None) -> LearningRateLaw:
     parameters = lr_parameters(config)
     tokens = tokens or TOKENS_PER_PARAMETER * parameters
-    lr = step_law_lr(parameters, tokens)
     source = f"{STEP_LAW}, for {show_count(parameters)} non-embedding parameters and {show_count(tokens)} tokens"
     if config.mup_base is not None:
         source += f", at the base width {config.mup_base}"
-    if name == "adafactor":
-        source = f"as for AdamW, whose updates are as large; {source}"
-    if name == "lion":
-        lr *= LION_FACTOR
-        source = f"a fifth of AdamW's, https://arxiv.org/abs/2302.06675; {source}"
-    return ChosenValue(LR, float(f"{lr:.2e}"), source)
+    return LearningRateLaw(step_law_lr(parameters, tokens), source)

@@ -5,7 +5,6 @@ Nothing here depends on the world size, so a run may resume on more or fewer dev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,46 +15,12 @@ import numpy as np
 from zero2all.base.errors import UsageError
 from zero2all.base.units import Duration
 from zero2all.checkpoint.training_state import StageIdentity
+from zero2all.optim.lr_schedule import CONSTANT, LRSchedule
 from zero2all.recipe import ExtendMode, Recipe, ResolvedStage, RopeScaling, ScheduleRecipe
 from zero2all.recipe.run_settings import stage_settings
 from zero2all.tokens import EstimatedStore, PackedDataset, TokenStore
 
 MAX_USEFUL_EPOCHS = 4  # from about here on, repeated text teaches less than new text (https://arxiv.org/abs/2305.16264)
-
-
-@dataclass(frozen=True)
-class LRSchedule:
-    """Linear warmup to ``peak`` over ``warmup`` steps, then a shape that reaches ``min_lr_ratio`` at the last step."""
-
-    shape: str
-    steps: int
-    warmup: int
-    peak: float
-    min_lr_ratio: float
-    decay_ratio: float
-    start: float = 0.0
-    """Multiplier from which the warmup rises."""
-
-    @classmethod
-    def from_recipe(cls, recipe: ScheduleRecipe, steps: int, warmup: int, previous_lr_multiplier: float) -> LRSchedule:
-        """A stage starts at ``previous_lr_multiplier``, where the one before ended, unless it sets its own ``peak``."""
-        peak = previous_lr_multiplier if recipe.peak is None else recipe.peak
-        min_lr_ratio = peak if recipe.shape == "constant" else recipe.min_lr_ratio
-        return cls(recipe.shape, steps, warmup, peak, min_lr_ratio, recipe.decay_ratio)
-
-    def lr_multiplier(self, step: int) -> float:
-        """Factor on the optimizer's learning rate at a step of the stage."""
-        if step < self.warmup:
-            return self.start + (self.peak - self.start) * (step + 1) / self.warmup
-        if self.shape == "inverse-sqrt":
-            return self.peak * math.sqrt(max(1, self.warmup) / max(1, step, self.warmup))
-        first = self.warmup
-        if self.shape == "wsd":
-            first = max(first, self.steps - 1 - round(self.decay_ratio * self.steps))
-        done = min(1.0, max(0, step - first) / max(1, self.steps - 1 - first))
-        if self.shape == "cosine":
-            return self.min_lr_ratio + (self.peak - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
-        return self.peak + (self.min_lr_ratio - self.peak) * done
 
 
 @dataclass(frozen=True)
@@ -87,7 +52,7 @@ class StageSchedule:
         """The same up to ``step``; from there on what ``mode`` makes of the schedule ``planned`` for the full stage."""
         origin, last = (0 if mode == "as-planned" else step), self.lr_multiplier(step - 1)
         if mode == "constant":
-            planned = replace(planned, shape="constant", warmup=0, peak=last, min_lr_ratio=last)
+            planned = replace(planned, shape=CONSTANT, warmup=0, peak=last, min_lr_ratio=last)
         elif mode == "rewarm":
             planned = replace(planned, start=last)
         part = SchedulePart(step, origin, replace(planned, steps=planned.steps - origin))

@@ -66,7 +66,8 @@ def adjusted_settings(before: RunIdentity, now: RunIdentity) -> list[SettingChan
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[SettingChange]:
     """A key that the version of ``before`` did not have was trained with its default."""
-    for key, value in now.items():
+    unset: dict[str, Any] = {key: {} for key in before if key.endswith(".options") and key not in now}  # of plugins
+    for key, value in {**now, **unset}.items():
         was = before.get(key, default_settings().get(key))
         if was != value:
             yield SettingChange(key, was, value)
@@ -259,8 +260,7 @@ def _changed_rates(before: ScheduledRun, now: ScheduledRun, step: int) -> list[s
 
 def _peak_rates(run: ScheduledRun) -> dict[str, float]:
     optimizer = run.recipe.train.optimizer
-    muon = {"muon_lr": optimizer.peak_muon_lr} if optimizer.name == "muon" else {}
-    return {"lr": optimizer.peak_lr, **muon}
+    return {key: optimizer.peak(key) for key in optimizer.plugin.rates}
 
 
 def restore_state(

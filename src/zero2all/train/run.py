@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import secrets
@@ -15,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from zero2all import __version__
-from zero2all.base.console import say
+from zero2all.base.console import say, warn
 from zero2all.base.errors import RecipeError, UsageError, Z2aError
 from zero2all.base.io import MANIFEST, atomic_path, read_record, write_json, write_record, write_text
 from zero2all.base.machine.cpus import rank_binding
@@ -37,12 +38,14 @@ from zero2all.checkpoint.training_state import read_lineage
 from zero2all.model import Z2all
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.recipe import ModelConfig, ParallelRecipe, Recipe, load_recipe, recipe_yaml
+from zero2all.recipe.named_plugins import plugin_versions
 from zero2all.recipe.parallel import parallel_mistakes
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokenizer.hf_directory import TOKENIZER_FILES
 from zero2all.tokens import TokenStore
 from zero2all.train.plan import Plan
 
+ENVIRONMENT_FILE = "environment.json"
 INIT_FILE = "init.json"
 TEST_SETS = "test_sets"  # directory of tokenized test sets
 RENAME = "choose another name (--name, or run in the recipe)"
@@ -99,7 +102,10 @@ class Run:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         write_text(self.directory / "recipe.yaml", recipe_yaml(_with_absolute_paths(self.recipe)))
-        write_json(self.directory / "environment.json", collect_environment(device))
+        plugins = plugin_versions(self.recipe)
+        self._warn_of_versions(plugins)
+        environment = {**collect_environment(device), **({"plugins": plugins} if plugins else {})}
+        write_json(self.directory / ENVIRONMENT_FILE, environment)
         (self.directory / "tokenizer").mkdir(exist_ok=True)
         for path in tokenizer_files(tokenizer):
             write_text(self.directory / "tokenizer" / path.name, path.read_text(encoding="utf-8"))
@@ -107,6 +113,17 @@ class Run:
             write_record(self.directory / INIT_FILE, init)
         write_json(self.directory / IDENTITY_FILE, asdict(identity))
         self.checkpoints.remove_leftovers()
+
+    def _warn_of_versions(self, plugins: dict[str, str]) -> None:
+        """Say which plugins are not the ones that the run was last trained with."""
+        path = self.directory / ENVIRONMENT_FILE
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))["plugins"] if path.exists() else {}
+        except (OSError, ValueError, LookupError, TypeError):  # it had none
+            return
+        for name, version in plugins.items():
+            if (was := before.get(name, version)) != version:
+                warn(f"the {name} is of {version}, and the run was trained with {was}: its steps may differ")
 
     def create_flash_dir(self) -> Path | None:
         """The directory of in-memory checkpoints. Its name is unique, also after a run at the same path was removed.

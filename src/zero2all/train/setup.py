@@ -31,6 +31,7 @@ from zero2all.optim.optimizer import build_optimizers, map_optimizer_state
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.float8 import check_float8
 from zero2all.recipe import ExtendMode, ModelConfig, Recipe
+from zero2all.recipe.named_plugins import require_run_plugins
 from zero2all.recipe.run_settings import run_settings
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenShard, TokenStore, verify_store
@@ -49,7 +50,7 @@ from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.job import Evaluator, Progress, TrainerHooks, TrainingJob
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.objectives.answers import objective_config
-from zero2all.train.objectives.build import build_objective
+from zero2all.train.objectives.build import ObjectiveInputs, build_objective
 from zero2all.train.plan import Plan
 from zero2all.train.recording import Recorder
 from zero2all.train.resume import load_newest, plan_resume
@@ -96,7 +97,7 @@ def set_up(
     find_state = partial(plan_resume, checkpoints, run, plan, identity, ranks, extend)
     resumed = find_state()
     # The reference is computed while the model has its initial weights.
-    objective, initial_weights = build_objective(run, plan, model, tokenizer, ranks, heartbeat.ping)
+    objective, initial_weights = build_objective(ObjectiveInputs(run, plan, model, tokenizer, ranks, heartbeat.ping))
     resumed = load_newest(checkpoints, resumed, find_state)
     restored, recipe, plan = resumed.restored, resumed.recipe, resumed.plan  # the schedule may have been extended
     run = run.with_recipe(recipe)
@@ -168,6 +169,7 @@ def _join_ranks(recipe: Recipe, hooks: TrainerHooks) -> tuple[ParallelMesh, Hear
     heartbeat.set_run_directory(recipe.run_dir)
     mesh = ParallelMesh.init_distributed(recipe.parallel, device)
     heartbeat.record_phase(StartupPhase.JOINED)
+    require_run_plugins(recipe, shards=mesh.dims.dp_shard > 1)
     console.quiet = mesh.rank != 0
     hooks.on_start()
     return mesh, heartbeat

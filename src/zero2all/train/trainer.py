@@ -19,10 +19,10 @@ from zero2all.recipe import ExtendMode, Recipe
 from zero2all.train.components import (
     Checkpointing,
     FinishedStep,
-    GarbageCollection,
     StageEntry,
     StepMetrics,
     Validation,
+    build_callbacks,
 )
 from zero2all.train.data_loader import Batch, BatchCopier, DataLoader
 from zero2all.train.job import Evaluator, Progress, TrainerHooks
@@ -104,7 +104,7 @@ class Trainer:
         self.components = (  # called in this order at each event
             StageEntry(job),
             StepMetrics(job, self.progress, self.step),
-            GarbageCollection(),
+            *build_callbacks(job),
             Validation(job, self.progress, self.step),
             self.checkpointing,
         )

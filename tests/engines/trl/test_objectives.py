@@ -24,14 +24,8 @@ from zero2all.model import IGNORE_INDEX, ModelInputs, Z2all, document_starts
 from zero2all.model.hf_weights import hf_names
 from zero2all.recipe.objective import DPORecipe, GRPORecipe, KTORecipe
 from zero2all.train import Run
-from zero2all.train.objectives import (
-    AnswerBatch,
-    RolloutBatch,
-    group_advantages,
-    grpo_losses,
-    kto_losses,
-    preference_losses,
-)
+from zero2all.train.objectives.grpo import RolloutBatch, group_advantages, grpo_losses
+from zero2all.train.objectives.preference import AnswerBatch, kto_losses, preference_losses
 
 TOLERANCE = 1e-5
 PAIRS = [  # prompt, chosen, rejected: ids of different lengths

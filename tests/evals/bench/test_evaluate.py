@@ -180,7 +180,7 @@ def test_generated_code_runs_in_a_sandbox(data: Path) -> None:
 
 
 def test_unknown_benchmarks_and_damaged_files_are_named(data: Path) -> None:
-    with pytest.raises(UsageError, match="known are arc_easy"):
+    with pytest.raises(UsageError, match="did you mean 'arc_easy'"):
         read(data, "arc")
     with pytest.raises(UsageError, match="has no files of arc_challenge"):
         read(data, "arc_challenge")

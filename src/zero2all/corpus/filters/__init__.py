@@ -1,34 +1,24 @@
 """Filters over one document: keep it, drop it with a reason, or change its content.
 
 ``build_filters(DEFAULT_FILTERS)`` gives callables, ``apply_filters(filters, document)`` applies them to a document. A
-new filter is a new file here: every module is imported below, and ``register_filter`` adds its filters to ``FILTERS``.
+new filter is a new file here, whose functions are registered: ``@register("filter", name)``.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import Any
 
 from zero2all.corpus.filters.filter_registry import (
-    FILTERS,
     KEEP,
-    BoundFilter,
     Change,
     Drop,
-    FilterInfo,
     FilterOutcome,
     FilterResult,
     Keep,
     apply_filters,
     build_filters,
-    filter_problems,
-    register_filter,
 )
 from zero2all.corpus.filters.text_kinds import TextKind, classify_text
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
 
 # Meant for any mixture of Chinese, English and code: books, poems, manuals and statutes pass, so lengths and repeated
 # n-grams are wider than published for web pages. Filters that fix text come first, those that scan all of it last.
@@ -55,12 +45,9 @@ DEFAULT_CHAT_FILTERS = tuple(
 __all__ = [
     "DEFAULT_CHAT_FILTERS",
     "DEFAULT_FILTERS",
-    "FILTERS",
     "KEEP",
-    "BoundFilter",
     "Change",
     "Drop",
-    "FilterInfo",
     "FilterOutcome",
     "FilterResult",
     "Keep",
@@ -68,6 +55,4 @@ __all__ = [
     "apply_filters",
     "build_filters",
     "classify_text",
-    "filter_problems",
-    "register_filter",
 ]

@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from zero2all.base.package_data import read_package_table
+from zero2all.base.plugins import register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import classify_text
 
 _HEAD_LINES = 12
@@ -23,7 +24,7 @@ _GENERATED = re.compile(
 _ALNUM = bytes(value for value in range(256) if value >= 128 or chr(value).isalnum())
 
 
-@register_filter("code_generated")
+@register("filter", "code_generated")
 def code_generated(document: Document) -> FilterResult:
     """Drop code that a program wrote: it says so in a comment at its head, or it is minified or a table of data.
 
@@ -62,7 +63,7 @@ _LICENCE_PHRASES = [
 _HEADER_CHARS = 3000
 
 
-@register_filter("code_licence")
+@register("filter", "code_licence")
 def code_licence(
     document: Document, *, allowed: tuple[str, ...] = PERMISSIVE_LICENCES, keep_unknown: bool = True
 ) -> FilterResult:

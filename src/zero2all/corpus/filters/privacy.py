@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
+from zero2all.base.plugins import register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import classify_text
 
 # ASCII digits and letters only: numbers in other scripts are not what these forms are printed in.
@@ -41,7 +42,7 @@ _MIN_LARGEST_OCTET = 64  # 3.2.1.4 is a section or a version
 _Mask = Callable[[re.Match[str]], str]
 
 
-@register_filter("pii")
+@register("filter", "pii")
 def pii(document: Document, *, in_code: bool = False) -> FilterResult:
     """Mask mail addresses, Chinese mobile and identity numbers, bank card numbers and public IPv4 addresses.
 
@@ -125,7 +126,7 @@ _PLACEHOLDER_SECRET = re.compile(
 )
 
 
-@register_filter("secrets")
+@register("filter", "secrets")
 def secrets(document: Document, *, action: Literal["drop", "mask"] = "drop") -> FilterResult:
     """Drop, or mask as ``<secret>``, private keys and tokens of AWS, GitHub, GitLab, Google, Slack and Stripe.
 

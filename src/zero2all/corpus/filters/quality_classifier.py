@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from zero2all.base.errors import UsageError
 from zero2all.base.io import atomic_path, read_json, sha256_file, write_record
+from zero2all.base.plugins import BoundPlugin, register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, BoundFilter, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import HAN, classify_text
 
 BUCKETS = 1 << 18
 FORMAT = 1
+QUALITY_FILTER = "quality_score"
 MAX_CHARS = 8000  # of a text; its style shows early, and a book must not cost as much as a thousand pages
 _LONGEST_N_GRAM = 3
 # A word, a Han character, or a sign is one unit.
@@ -152,13 +154,14 @@ def load_quality_model(path: Path) -> QualityModel:
     return model
 
 
-def quality_model_checksums(filters: Iterable[BoundFilter]) -> list[str]:
-    """Checksums of the models that filters use: a retrained one gives other documents from the same text."""
+def filter_checksums(filters: Sequence[BoundPlugin]) -> list[str]:
+    """Checksums of the models that filters use, and versions of those that are not built in: a different one gives
+    different documents from the same text."""
     _cached_model.cache_clear()
-    paths = [Path(bound.options["model"]) for bound in filters if bound.name == "quality_score"]
+    paths = [Path(bound.options["model"]) for bound in filters if bound.name == QUALITY_FILTER]
     for path in paths:
         load_quality_model(path)  # fail on a missing one before hours of reading
-    return [sha256_file(path.with_suffix(".npz")) for path in paths]
+    return [*(sha256_file(path.with_suffix(".npz")) for path in paths), *(one.source for one in filters if one.source)]
 
 
 @lru_cache(maxsize=4)
@@ -166,7 +169,7 @@ def _cached_model(path: str) -> QualityModel:
     return load_quality_model(Path(path))
 
 
-@register_filter("quality_score")
+@register("filter", QUALITY_FILTER)
 def quality_score(document: Document, *, model: str, threshold: float = 0.5, in_code: bool = False) -> FilterResult:
     """Drop what the classifier at ``model`` scores below ``threshold``. Code only if asked: train a model on code."""
     if not in_code and classify_text(document) == "code":

@@ -7,8 +7,9 @@ from itertools import filterfalse, islice
 
 import numpy as np
 
+from zero2all.base.plugins import register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import (
     classify_text,
     code_points,
@@ -28,7 +29,7 @@ _LETTER = re.compile(r"[^\W\d_]")
 _WORD_CHAR = re.compile(r"\w")
 
 
-@register_filter("gopher_quality")
+@register("filter", "gopher_quality")
 def gopher_quality(
     document: Document,
     *,
@@ -135,7 +136,7 @@ _POLICY = re.compile(
 _POLICY_KEYWORDS = ("javascript", "cookie", "terms of use", "privacy policy", "条款", "政策", "版权所有")
 
 
-@register_filter("c4_quality")
+@register("filter", "c4_quality")
 def c4_quality(document: Document) -> FilterResult:
     """Keep the lines of a web page that read like sentences (Raffel et al. 2020, https://arxiv.org/abs/1910.10683).
 
@@ -193,7 +194,7 @@ _STOP_CHARS = (".", "'", '"', "!", "?", "”", "’")
 _STOP_CHARS_ZH = (*_STOP_CHARS, "。", "！", "？", "；", "：", "，", "」", "』", "）", "…", "》")
 
 
-@register_filter("fineweb_quality")
+@register("filter", "fineweb_quality")
 def fineweb_quality(document: Document) -> FilterResult:
     """Drop pages that are lists or menus (Penedo et al. 2024, https://arxiv.org/abs/2406.17557).
 

@@ -10,8 +10,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from zero2all.base.plugins import register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import classify_text, code_points, extract_prose, letter_mask, split_words
 
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
@@ -27,7 +28,7 @@ UInts = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 
-@register_filter("gopher_repetition")
+@register("filter", "gopher_repetition")
 def gopher_repetition(
     document: Document,
     *,
@@ -193,7 +194,7 @@ def _covered_by_repeats(units: TextUnits, n: int, enough: float) -> int:
     return int(units.lengths[np.cumsum(edges[:-1]) > 0].sum())
 
 
-@register_filter("repeated_lines")
+@register("filter", "repeated_lines")
 def repeated_lines(
     document: Document, *, min_chars: int = 60, min_chars_zh: int = 20, allowed: int = 2
 ) -> FilterResult:

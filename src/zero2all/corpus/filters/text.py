@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from zero2all.base.errors import need
+from zero2all.base.plugins import register
 from zero2all.corpus.document import Document
-from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult, register_filter
+from zero2all.corpus.filters.filter_registry import KEEP, Change, Drop, FilterResult
 from zero2all.corpus.filters.text_kinds import classify_text, split_listings, strip_html_comments
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -26,7 +27,7 @@ _UNWANTED_CHARACTER = re.compile(f"[{_JUNK_RANGES}\r\x0b\x0c\x85\u2028\u2029\u20
 _MANY_BLANK_LINES = re.compile(r"\n{5,}")
 
 
-@register_filter("normalize")
+@register("filter", "normalize")
 def normalize(document: Document) -> FilterResult:
     """One form for equal text, so that later filters and deduplication see it as equal.
 
@@ -71,7 +72,7 @@ _GUTENBERG_CREDIT = re.compile(
 )
 
 
-@register_filter("strip_gutenberg")
+@register("filter", "strip_gutenberg")
 def strip_gutenberg(document: Document) -> FilterResult:
     """Take off the header, the licence and the credits that Project Gutenberg puts around a book."""
     text = document.content
@@ -88,7 +89,7 @@ def strip_gutenberg(document: Document) -> FilterResult:
     return Change(body[credit.end() if credit else 0 :].strip("\n") + "\n", "Gutenberg header and footer")
 
 
-@register_filter("html_comments")
+@register("filter", "html_comments")
 def html_comments(document: Document) -> FilterResult:
     """Remove ``<!-- -->`` from prose, outside fenced listings. Kubernetes keeps whole English originals in them."""
     if "<!--" not in document.content or classify_text(document) == "code":
@@ -103,7 +104,7 @@ def _transform_prose(text: str, transform: Callable[[str], str]) -> str:
     return "".join(piece if number % 2 else transform(piece) for number, piece in enumerate(split_listings(text)))
 
 
-@register_filter("language")
+@register("filter", "language")
 def language(
     document: Document,
     *,
@@ -137,7 +138,7 @@ def _language_identifier() -> Any:
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
-@register_filter("too_short")
+@register("filter", "too_short")
 def too_short(
     document: Document, *, min_chars: int = 50, min_chars_zh: int = 12, min_chars_code: int = 20
 ) -> FilterResult:
@@ -150,7 +151,7 @@ def too_short(
     return KEEP if sum(map(len, document.content.split())) >= limit else Drop("too short")
 
 
-@register_filter("too_long")
+@register("filter", "too_long")
 def too_long(document: Document, *, max_chars: int = 10_000_000, max_chars_code: int = 1_000_000) -> FilterResult:
     """Drop what is longer than any book (or source file) should be: dumps, logs, data tables."""
     limit = max_chars_code if classify_text(document) == "code" else max_chars

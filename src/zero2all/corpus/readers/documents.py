@@ -14,6 +14,7 @@ from typing import IO
 from urllib.parse import unquote
 from xml.parsers import expat
 
+from zero2all.base.plugins import register
 from zero2all.corpus.readers.archives import ZipPackage
 from zero2all.corpus.readers.base import (
     MAX_NESTING,
@@ -116,6 +117,7 @@ class TextOf(XmlHandler):
             self.found += text
 
 
+@register("reader", "docx", extensions=(".docx",), seekable=True)
 def read_docx(file: IO[bytes], name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     """The text of the body, a line for each paragraph and for each row of a table."""
     package = ZipPackage(file, limits)
@@ -178,6 +180,7 @@ class _Body(XmlHandler):
             self.written.write(text)
 
 
+@register("reader", "epub", extensions=(".epub",), seekable=True)
 def read_epub(file: IO[bytes], name: str, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
     """The chapters in reading order as one document, and a stand-in for each that cannot be read."""
     require_package("resiliparse")
@@ -269,6 +272,7 @@ _NUMBER = re.compile(r"\d+")
 _HYPHEN = re.compile("(?<=[a-zß-öø-ÿ])[-\u2010\u00ad]\n(?=[a-zß-öø-ÿ])")
 
 
+@register("reader", "pdf", extensions=(".pdf",), magic=b"%PDF-", seekable=True)
 def read_pdf(file: IO[bytes], name: str, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
     """One document, and a stand-in for each page that cannot be read."""
     require_package("pypdf")

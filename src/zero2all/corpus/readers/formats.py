@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import PurePosixPath
-from typing import Literal
 
-from zero2all.corpus.document import CODE_EXTENSIONS
+from zero2all.base.plugins import builtin
 from zero2all.corpus.readers.base import UnreadableFileError
 from zero2all.corpus.readers.encoding import detect_encoding, looks_binary
 from zero2all.corpus.readers.streams import COMPRESSION_BY_EXTENSION, HEAD_BYTES
 
-FileFormat = Literal[
-    "jsonl", "json array", "json object", "parquet", "csv", "text", "markdown", "code", "wikiextractor", "html", "warc",
-    "zip", "tar", "7z", "rar", "pdf", "docx", "epub",
-]  # fmt: skip
-
-TEXT_EXTENSIONS = {".txt", ".text", ".tex", ".org", ".adoc"}
-MARKDOWN_EXTENSIONS = {".md", ".markdown", ".rst"}
-FORMAT_BY_EXTENSION: dict[str, FileFormat] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json object", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
-    ".html": "html", ".htm": "html", ".xhtml": "html", ".warc": "warc", ".zip": "zip", ".whl": "zip", ".tar": "tar",
-    ".7z": "7z", ".rar": "rar", ".pdf": "pdf", ".docx": "docx", ".epub": "epub",
-    **dict.fromkeys(TEXT_EXTENSIONS, "text"),
-    **dict.fromkeys(MARKDOWN_EXTENSIONS, "markdown"),
-    **dict.fromkeys(CODE_EXTENSIONS, "code"),
-}  # fmt: skip
-BINARY_FORMATS: frozenset[FileFormat] = frozenset({"parquet", "zip", "tar", "7z", "rar", "pdf", "docx", "epub"})
-FORMAT_BY_MAGIC: dict[bytes, FileFormat] = {
-    b"PAR1": "parquet",
-    b"WARC/": "warc",
-    b"7z\xbc\xaf\x27\x1c": "7z",
-    b"Rar!\x1a\x07": "rar",
-    b"%PDF-": "pdf",
-}
+FileFormat = str
+"""The name of a reader, or of an archive format."""
+ARCHIVES = {".zip": "zip", ".whl": "zip", ".tar": "tar", ".7z": "7z", ".rar": "rar"}
+_ARCHIVE_MAGIC = {b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar"}
 PDF_HEADER_BYTES = 1024  # some servers put other bytes before it, and every viewer looks this far
 EPUB_MEMBER = b"mimetypeapplication/epub+zip"  # the first member of the zip, not compressed
 OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # Word files with a password, or from before 2007
@@ -42,6 +23,29 @@ TAR_ALIASES = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst
 TEXT_FILE_NAMES = {
     "license", "licence", "copying", "notice", "authors", "readme", "changelog", "changes", "contributors",
 }  # fmt: skip
+
+
+@cache
+def format_by_extension() -> dict[str, FileFormat]:
+    readers = {end: one.name for one in builtin("reader") for end in one.details.get("extensions", ())}
+    return {**ARCHIVES, **readers}
+
+
+@cache
+def _format_by_magic() -> dict[bytes, FileFormat]:
+    readers = {one.details["magic"]: one.name for one in builtin("reader") if "magic" in one.details}
+    return {**_ARCHIVE_MAGIC, **readers}
+
+
+@cache
+def seekable_formats() -> frozenset[FileFormat]:
+    """Formats that cannot be read from front to back."""
+    return frozenset(one.name for one in builtin("reader") if one.details.get("seekable"))
+
+
+def is_binary(file_format: FileFormat) -> bool:
+    return file_format in seekable_formats() or file_format in ARCHIVES.values()
+
 
 # Atomic: a comment that could end at any later "-->" as well would be tried at every one of them.
 _HTML = re.compile(r"(?><\?xml[^>]*>|<!--.*?-->|\s+)*+<(?:!doctype\s+html|html)[\s>]", re.I | re.S)
@@ -69,10 +73,10 @@ def format_from_name(name: str) -> FileFormat | None:
     """The format by the name of a decompressed file."""
     if (
         PurePosixPath(name).name.split(".")[0].lower() in TEXT_FILE_NAMES
-        and file_extension(name) not in FORMAT_BY_EXTENSION
+        and file_extension(name) not in format_by_extension()
     ):
         return "text"
-    return FORMAT_BY_EXTENSION.get(file_extension(name))
+    return format_by_extension().get(file_extension(name))
 
 
 def guess_format(name: str, head: bytes) -> FileFormat:
@@ -85,7 +89,7 @@ def guess_format(name: str, head: bytes) -> FileFormat:
         return packed
     if named == "docx" and head.startswith(OLE_MAGIC):
         raise UnreadableFileError("encrypted, or an old Word file")
-    if named in BINARY_FORMATS or named == "warc":
+    if named is not None and (is_binary(named) or named == "warc"):
         raise UnreadableFileError(f"not {named}, though named so")
     if named in ("markdown", "code", "html"):  # these may hold anything, and what they hold is what they are
         return named
@@ -104,7 +108,7 @@ def guess_format(name: str, head: bytes) -> FileFormat:
 
 
 def _format_from_magic(head: bytes, named: FileFormat | None, *, has_extension: bool) -> FileFormat | None:
-    for magic, found in FORMAT_BY_MAGIC.items():
+    for magic, found in _format_by_magic().items():
         if head.startswith(magic):
             return found
     if named == "pdf" and b"%PDF-" in head[:PDF_HEADER_BYTES]:

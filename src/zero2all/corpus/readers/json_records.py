@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from zero2all.base.plugins import register
 from zero2all.corpus.chat_shapes import has_messages, is_message_list
 from zero2all.corpus.mapping import DEFAULT_FIELD_NAMES, HTML_SUFFIX
 from zero2all.corpus.readers.base import (
@@ -36,7 +37,8 @@ _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
 
 
-def read_jsonl(stream: PeekableStream, limits: ReadLimits) -> Iterator[RecordChunk]:
+@register("reader", "jsonl", extensions=(".jsonl", ".ndjson"), chunked=True)
+def read_jsonl(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[RecordChunk]:
     """One value per line, in chunks."""
     return parse_jsonl(to_utf8(stream, replace_errors=False), limits)
 
@@ -79,7 +81,8 @@ def _not_an_object(value: Any, place: str) -> BrokenRecord:
     return BrokenRecord("not an object", place, reprlib.repr(value))  # of the outermost levels only
 
 
-def read_json_array(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
+@register("reader", "json array")
+def read_json_array(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     """The elements of an array one by one, whatever its length; a broken one does not affect the others."""
     records = _read_array_elements(decode_stream(stream), limits)
     first = next(records, None)
@@ -215,7 +218,8 @@ class _JsonScanner:
                 return False
 
 
-def read_json_object(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
+@register("reader", "json object", extensions=(".json",))
+def read_json_object(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, Any] | BrokenRecord]:
     """A file that is one object: the record itself, or what holds the list of them."""
     head = stream.peek(MAX_IN_MEMORY_BYTES + 1)
     if len(head) <= MAX_IN_MEMORY_BYTES:
@@ -283,7 +287,7 @@ def _read_small_object(data: bytes, limits: ReadLimits) -> Iterator[dict[str, An
 
 def _read_concatenated_objects(text: str, data: bytes, limits: ReadLimits, error: Exception) -> RecordChunk:
     """Objects one after the other, each over several lines; or lines after all, the first of them broken."""
-    as_lines = list(chain.from_iterable(read_jsonl(PeekableStream(io.BytesIO(data)), limits)))
+    as_lines = list(chain.from_iterable(read_jsonl(PeekableStream(io.BytesIO(data)), "", limits)))
     in_a_row = list(_read_array_elements(iter([text]), limits))
     best = max((as_lines, in_a_row), key=_count_valid)
     if all(isinstance(record, BrokenRecord) for record in best):

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from zero2all.base.plugins import register
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, RecordChunk
 from zero2all.corpus.readers.parquet_footer import RowGroup, read_row_groups
 
@@ -30,6 +31,12 @@ MIN_BATCH_ROWS = 64  # in a batch, at least; with fewer, dictionaries are cheape
 VALUE_BYTES = 8  # of a number or of a place in a list, at least
 
 RowSizes = NDArray[np.int64]
+
+
+@register("reader", "parquet", extensions=(".parquet",), magic=b"PAR1", seekable=True, chunked=True)
+def read_parquet_file(file: IO[bytes], name: str, limits: ReadLimits) -> Iterator[RecordChunk]:
+    """Every row of a Parquet file."""
+    return read_parquet(file, limits)
 
 
 def read_parquet(

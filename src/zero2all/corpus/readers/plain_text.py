@@ -7,6 +7,8 @@ import html
 import re
 from collections.abc import Iterator
 
+from zero2all.base.plugins import register
+from zero2all.corpus.document import CODE_EXTENSIONS
 from zero2all.corpus.readers.base import BrokenRecord, ReadLimits, TextRecord, UnreadableFileError
 from zero2all.corpus.readers.encoding import decode_stream, decode_text, to_utf8
 from zero2all.corpus.readers.streams import PeekableStream, iter_lines
@@ -24,6 +26,9 @@ _NOT_A_TITLE = re.compile(
 )
 
 
+@register("reader", "code", extensions=tuple(CODE_EXTENSIONS), raw=True)
+@register("reader", "markdown", extensions=(".md", ".markdown", ".rst"))
+@register("reader", "text", extensions=(".txt", ".text", ".tex", ".org", ".adoc"))
 def read_text(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
     """The file as one record; split at line ends only if it is too long for one."""
     head = stream.peek(limits.max_document_characters + 1)
@@ -64,7 +69,10 @@ def _split_at_line_ends(blocks: Iterator[str], size: int) -> Iterator[str]:
         yield waiting
 
 
-def read_wikiextractor(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
+@register("reader", "wikiextractor")
+def read_wikiextractor(
+    stream: PeekableStream, name: str, limits: ReadLimits
+) -> Iterator[dict[str, str] | BrokenRecord]:
     """``<doc id= url= title=>`` to ``</doc>``. Redirects have a title and nothing else: records of no text."""
     record: dict[str, str] | None = None
     body: list[str] = []
@@ -113,7 +121,8 @@ def _without_title(body: str, title: str) -> str:
 DELIMITERS = "\t,;|"
 
 
-def read_csv(stream: PeekableStream, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
+@register("reader", "csv", extensions=(".csv", ".tsv"))
+def read_csv(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[dict[str, str] | BrokenRecord]:
     """Rows under a header. A row of another length is broken, not shifted."""
     csv.field_size_limit(limits.record_bytes)
     lines = _decoded_lines(to_utf8(stream), limits)

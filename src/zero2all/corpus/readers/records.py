@@ -15,8 +15,9 @@ from typing import IO, Any
 
 import pyarrow.parquet as pq
 
+from zero2all.base.plugins import PluginSpec, bind, find_plugin, split_spec
 from zero2all.corpus.document import PATH_FIELDS, is_code_path
-from zero2all.corpus.readers import archives, documents, json_records, plain_text, web_pages
+from zero2all.corpus.readers import archives, json_records
 from zero2all.corpus.readers.base import (
     NOT_INSTALLED,
     READ_ERRORS,
@@ -30,14 +31,19 @@ from zero2all.corpus.readers.base import (
     is_too_deep,
 )
 from zero2all.corpus.readers.encoding import detect_encoding, fix_mojibake
-from zero2all.corpus.readers.formats import FileFormat, guess_format, strip_compression_extension
+from zero2all.corpus.readers.formats import (
+    ARCHIVES,
+    FileFormat,
+    guess_format,
+    seekable_formats,
+    strip_compression_extension,
+)
 from zero2all.corpus.readers.listing import FileRange, RawFile, is_excluded
 from zero2all.corpus.readers.parquet import read_parquet
 from zero2all.corpus.readers.parquet_footer import read_row_groups
 from zero2all.corpus.readers.streams import HEAD_BYTES, PeekableStream, decompress_stream, detect_compression
 
 CHANGED_WHILE_READ = "changed while it was read"
-SEEKABLE_FORMATS = {"parquet", "pdf", "docx", "epub"}  # they cannot be read from front to back
 CHUNK_RECORDS, CHUNK_CHARACTERS = 1000, 1 << 20
 
 _PATH_FIELDS = frozenset(PATH_FIELDS)
@@ -52,15 +58,18 @@ def read_records(file: RawFile, limits: ReadLimits | None = None) -> Iterator[di
 
 
 def read_record_chunks(
-    file: RawFile, limits: ReadLimits | None = None, exclude: Sequence[str] = ()
+    file: RawFile, limits: ReadLimits | None = None, exclude: Sequence[str] = (), reader: PluginSpec | None = None
 ) -> Iterator[RecordChunk]:
-    """The same, in chunks. Archive members that match one of ``exclude`` are skipped."""
+    """The same, in chunks. Archive members that match one of ``exclude`` are skipped. A ``reader`` reads the file
+    whatever it looks like; otherwise its format is detected."""
     limits = limits or ReadLimits()
     try:
         with file.open() as raw:
             try:
                 if file.file_range:
                     yield from map(_sanitize_records, read_file_range(raw, file.file_range, limits))
+                elif reader is not None:
+                    yield from _read_format(_decompress(raw, limits), reader, file.name, limits)
                 else:
                     yield from _read_chunks(raw, file.name, limits, exclude)
             except (*READ_ERRORS, UnreadableFileError) as error:
@@ -84,13 +93,19 @@ def _read_chunks(raw: IO[bytes], name: str, limits: ReadLimits, exclude: Sequenc
     elif file_format == "zip":
         yield from _read_members(archives.read_zip_members(raw, limits), name, limits, exclude)
     elif file_format in ("7z", "rar"):
-        members = archives.read_libarchive_members(raw, file_format, limits)
+        members = archives.read_libarchive_members(raw, "7z" if file_format == "7z" else "rar", limits)
         yield from _read_members(members, name, limits, exclude)
-    elif file_format in SEEKABLE_FORMATS and not compression:
+    elif file_format in seekable_formats() and not compression:
         raw.seek(0)
-        yield from map(_sanitize_records, _read_seekable(raw, file_format, name, limits))
+        yield from _read(raw, file_format, name, limits)
     else:
         yield from _read_format(stream, file_format, name, limits)
+
+
+def _decompress(raw: IO[bytes], limits: ReadLimits) -> PeekableStream:
+    stream = PeekableStream(raw)
+    compression = detect_compression(stream.peek(HEAD_BYTES))
+    return decompress_stream(stream, compression, limits) if compression else stream
 
 
 def detect_format(
@@ -112,44 +127,25 @@ def detect_format(
     return stream, None, file_format
 
 
-def _read_format(
-    stream: PeekableStream, file_format: FileFormat, name: str, limits: ReadLimits
+def _read_format(stream: PeekableStream, reader: PluginSpec, name: str, limits: ReadLimits) -> Iterator[RecordChunk]:
+    """The records of a stream that may not be seekable."""
+    format_name, _ = split_spec(reader)
+    if format_name in ARCHIVES.values():
+        raise UnreadableFileError("archive inside an archive")
+    if find_plugin("reader", format_name).details.get("seekable"):
+        data = stream.read_all(limits.seekable_in_memory, f"{format_name} inside something else")
+        return _read(io.BytesIO(data), reader, name, limits)
+    return _read(stream, reader, name, limits)
+
+
+def _read(
+    source: PeekableStream | IO[bytes], reader: PluginSpec, name: str, limits: ReadLimits
 ) -> Iterator[RecordChunk]:
-    match file_format:
-        case "jsonl":
-            chunks = json_records.read_jsonl(stream, limits)
-        case "json array":
-            chunks = _chunk_records(json_records.read_json_array(stream, limits))
-        case "json object":
-            chunks = _chunk_records(json_records.read_json_object(stream, limits))
-        case "csv":
-            chunks = _chunk_records(plain_text.read_csv(stream, limits))
-        case "parquet" | "pdf" | "docx" | "epub":
-            data = stream.read_all(limits.seekable_in_memory, f"{file_format} inside something else")
-            chunks = _read_seekable(io.BytesIO(data), file_format, name, limits)
-        case "wikiextractor":
-            chunks = _chunk_records(plain_text.read_wikiextractor(stream, limits))
-        case "html":
-            chunks = _chunk_records(web_pages.read_html(stream, name, limits))
-        case "warc":
-            chunks = _chunk_records(web_pages.read_warc(stream, limits))
-        case "zip" | "tar" | "7z" | "rar":
-            raise UnreadableFileError("archive inside an archive")
-        case _:
-            chunks = _chunk_records(plain_text.read_text(stream, name, limits))
-    return chunks if file_format == "code" else map(_sanitize_records, chunks)
-
-
-def _read_seekable(file: IO[bytes], file_format: FileFormat, name: str, limits: ReadLimits) -> Iterator[RecordChunk]:
-    match file_format:
-        case "parquet":
-            return read_parquet(file, limits)
-        case "pdf":
-            return _chunk_records(documents.read_pdf(file, name, limits))
-        case "docx":
-            return _chunk_records(documents.read_docx(file, name, limits))
-        case _:
-            return _chunk_records(documents.read_epub(file, name, limits))
+    bound = bind("reader", reader)
+    details = find_plugin("reader", bound.name).details
+    records = bound.iterate(source, name, limits)
+    chunks = records if details.get("chunked") else _chunk_records(records)
+    return chunks if details.get("raw") else map(_sanitize_records, chunks)
 
 
 def _chunk_records(records: Iterator[dict[str, Any] | BrokenRecord]) -> Iterator[RecordChunk]:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zero2all.base.plugins import register
 from zero2all.corpus.readers.base import (
     TOO_DEEP,
     BrokenRecord,
@@ -52,7 +53,9 @@ HEADER_BYTES = 1 << 16
 PIECE_CHARACTERS = 1 << 20
 
 
+@register("reader", "html", extensions=(".html", ".htm", ".xhtml"))
 def read_html(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord]:
+    """The text of a page, without navigation, as one record."""
     data = stream.read_all(limits.record_bytes, "page")
     yield TextRecord(id=name, **_extract_page(decode_html(data), limits, title=name), raw_bytes=len(data))
 
@@ -148,7 +151,8 @@ def decode_html(data: bytes, charset: str = "") -> str:
     return data.decode(encoding.name, "replace")
 
 
-def read_warc(stream: PeekableStream, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
+@register("reader", "warc", extensions=(".warc",), magic=b"WARC/")
+def read_warc(stream: PeekableStream, name: str, limits: ReadLimits) -> Iterator[TextRecord | BrokenRecord]:
     """A record for every response that is HTML. Other records are skipped; a broken one ends the file."""
     while True:
         header = _warc_header(stream)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero2all.base.console import say
 from zero2all.base.errors import UsageError
+from zero2all.base.plugins import PluginSpec
 from zero2all.evals.bench.evaluate import ModelScorer, Scorer, evaluate_task
 from zero2all.evals.bench.items import CodeItem, Form
 from zero2all.evals.bench.memorization import (
@@ -57,7 +58,7 @@ DEFAULT_OPTIONS = BenchOptions()
 def run_bench(
     targets: Sequence[EvalTarget],
     data: Path,
-    names: Sequence[str] = (),
+    names: Sequence[PluginSpec] = (),
     options: BenchOptions = DEFAULT_OPTIONS,
     make_scorer: Callable[[EvalTarget], Scorer] = ModelScorer,
 ) -> BenchReport:

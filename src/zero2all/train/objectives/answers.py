@@ -30,7 +30,7 @@ from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreas
 from zero2all.tokens.token_store import Array, Split
 from zero2all.train.data_loader import Batch
 from zero2all.train.initial_weights import load_initial_weights
-from zero2all.train.objectives import AnswerBatch
+from zero2all.train.objectives.preference import AnswerBatch
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
 

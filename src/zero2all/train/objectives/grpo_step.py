@@ -23,7 +23,7 @@ from zero2all.tokens import TokenStore
 from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreasing
 from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import PADDING_SOURCE, Batch
-from zero2all.train.objectives import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
+from zero2all.train.objectives.grpo import RolloutBatch, group_advantages, grpo_losses, rollout_metrics
 from zero2all.train.objectives.rollouts import (
     EndpointSampler,
     Prompt,

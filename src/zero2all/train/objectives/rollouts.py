@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,11 +12,11 @@ import numpy as np
 
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.network.openai_client import Endpoint
+from zero2all.base.plugins import BoundPlugin, PluginSpec, bind
 from zero2all.checkpoint import RankGroup
 from zero2all.generation import Completion, SamplingParams, generate_batch
 from zero2all.parallel import ParallelMesh, ParallelModel
 from zero2all.parallel.mesh import shard_range
-from zero2all.recipe import Mistake, Recipe
 from zero2all.recipe.objective import GRPORecipe
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.token_store import Array
@@ -120,32 +119,12 @@ class RolloutRanks:
         return range(*shard_range(count, self.mesh.dp_rank, self.mesh.dims.dp))
 
 
-def load_rewards(names: Sequence[str]) -> list[Reward]:
+def load_rewards(specs: Sequence[PluginSpec]) -> list[BoundPlugin]:
     """The functions that a recipe names."""
     try:
-        return [_load_reward(name) for name in names]
+        return [bind("reward", spec) for spec in specs]
     except UsageError as error:
         raise UsageError(f"train.objective.grpo.rewards: {error}") from error
-
-
-def reward_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """What is wrong with the functions that a recipe names. Their modules are imported; nothing is called."""
-    for number, name in enumerate(recipe.train.objective.grpo.rewards):
-        try:
-            _load_reward(name)
-        except UsageError as error:
-            yield Mistake(str(error), (f"train.objective.grpo.rewards.{number}",))
-
-
-def _load_reward(name: str) -> Reward:
-    module, _, attribute = name.partition(":")
-    try:
-        target: Any = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # importing runs the module's code
-        raise UsageError(f"{name} cannot be imported ({type(error).__name__}: {error})") from error
-    if not callable(target):
-        raise UsageError(f"{name} is not a function")
-    return target  # type: ignore[no-any-return]
 
 
 def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer, number: int = 0) -> Prompt:
@@ -205,7 +184,7 @@ def score_rollouts(
 
 
 def _reward(function: Reward, prompt: Prompt, answer: str, reference: str) -> float:
-    name = getattr(function, "__name__", str(function))
+    name = function.name if isinstance(function, BoundPlugin) else getattr(function, "__name__", str(function))
     try:
         value = float(function(prompt.text, answer, reference))
     except Exception as error:

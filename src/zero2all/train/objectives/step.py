@@ -17,7 +17,8 @@ from zero2all.parallel import ParallelModel
 from zero2all.parallel.pipeline_parallel import SequenceObjective
 from zero2all.recipe.objective import DPORecipe, KTORecipe, ObjectiveRecipe
 from zero2all.train.data_loader import Batch
-from zero2all.train.objectives import (
+from zero2all.train.objectives.answers import AnswerSources, score_answers
+from zero2all.train.objectives.preference import (
     KTO_METRICS,
     PAIR_METRICS,
     AnswerBatch,
@@ -26,7 +27,6 @@ from zero2all.train.objectives import (
     preference_losses,
     preference_metrics,
 )
-from zero2all.train.objectives.answers import AnswerSources, score_answers
 
 LOSS, TARGETS, TEXT_LOSS, BYTES = range(4)  # columns: nats and targets of all tokens, nats and bytes of text alone
 Rows = Sequence[Sequence[float]]

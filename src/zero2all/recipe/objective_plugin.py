@@ -1,0 +1,45 @@
+"""What an objective is registered with: the data that it reads, the rules of its options, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from zero2all.base.conversation import SourceKind
+from zero2all.recipe.types import Mistake
+
+if TYPE_CHECKING:
+    from zero2all.recipe.objective import ObjectiveRecipe
+
+Conversations = Literal["cut", "packed", "padded", "pairs"]
+"""Conversations as training reads them: cut as text is, and every token a target; or whole, and what the assistant
+writes are the targets: many in a row, one in a row, or many pairs in a row."""
+
+
+class ObjectivePlugin:
+    """An objective. A subclass is registered under its name, and is instantiated with its options."""
+
+    compares_answers: ClassVar[bool] = False
+    """Whether the loss depends on log-probabilities of whole answers, not of each token alone."""
+    weighs_tokens: ClassVar[bool] = False
+    """Whether tokens have different weights, so that losses are not simply added."""
+
+    def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
+        """The sources that it can train on."""
+        return ("text", "chat")
+
+    def conversations(self, recipe: ObjectiveRecipe) -> Conversations:
+        """How conversations are read."""
+        return "cut"
+
+    def needs_reference(self, recipe: ObjectiveRecipe) -> bool:
+        """Whether answers are compared with the initial model's."""
+        return False
+
+    def mistakes(self, recipe: ObjectiveRecipe) -> Iterator[Mistake]:
+        """Broken rules of its options."""
+        return iter(())
+
+    def build(self, inputs: Any) -> Any:
+        """From ``ObjectiveInputs`` to the ``StepObjective`` of a run."""
+        raise NotImplementedError
