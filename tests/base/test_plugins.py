@@ -25,7 +25,7 @@ from zero2all.base.plugins import (
 )
 from zero2all.cli.main import app
 from zero2all.corpus.readers import RawFile, read_record_chunks
-from zero2all.recipe import SourceRecipe, parse_recipe
+from zero2all.recipe import SourceRecipe, parse_recipe, recipe_schema
 from zero2all.recipe.named_plugins import named_plugins, plugin_mistakes
 from zero2all.train.resume import setting_changes
 
@@ -161,3 +161,11 @@ def test_the_schedule_of_a_stage_is_a_named_plugin() -> None:
     stage = {"name": "a", "steps": 1, "schedule": {"shape": "theirs:f", "options": {"x": 1}}}
     recipe = parse_recipe(yaml.safe_dump({"train": {"stages": [stage]}}))
     assert ("train.stages.0.schedule", "schedule", {"x": 1, "name": "theirs:f"}) in list(named_plugins(recipe))
+
+
+def test_the_schema_has_names_and_options_of_built_in_plugins() -> None:
+    sections = json.loads(recipe_schema())["$defs"]
+    assert "muon" in sections["OptimizerRecipe"]["properties"]["name"]["anyOf"][0]["enum"]
+    choices = sections["CorpusRecipe"]["properties"]["filters"]["anyOf"][0]["items"]["oneOf"]
+    [found] = [one["properties"] for one in choices if one.get("properties", {}).get("name") == {"const": "too_short"}]
+    assert found["min_chars"]["default"] == 50

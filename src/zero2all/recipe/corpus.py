@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from zero2all.base.conversation import SourceKind
 from zero2all.base.plugins import PluginSpec
 from zero2all.recipe.source_names import SourceName
-from zero2all.recipe.types import AnyDir, Bytes, Count, Fraction, InputPath, Mistake, Section
+from zero2all.recipe.types import AnyDir, Bytes, Count, Fraction, InputPath, Mistake, PluginChoice, Section
 
 DOCUMENT_FIELDS = ("id", "category", "title", "content", "desc")
 
@@ -116,7 +116,7 @@ class CorpusRecipe(Section):
 
     sources: list[SourceRecipe] = []
     """Sources to read."""
-    filters: list[PluginSpec] | None = None
+    filters: list[Annotated[PluginSpec, PluginChoice("filter")]] | None = None
     """Filters in order, each a name, or a mapping with ``name`` and options. Default: the built-in list. Set it if the
     report shows that a filter drops good documents, or that bad ones remain."""
     dedup: DedupRecipe = DedupRecipe()

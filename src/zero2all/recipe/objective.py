@@ -19,7 +19,7 @@ from zero2all.base.plugins import (
     split_spec,
 )
 from zero2all.recipe.objective_plugin import Conversations, ObjectivePlugin
-from zero2all.recipe.types import AnyDir, Count, Mistake, PluginName, Positive, Section
+from zero2all.recipe.types import AnyDir, Count, Mistake, PluginChoice, PluginName, Positive, Section
 
 
 class DPORecipe(Section):
@@ -71,7 +71,7 @@ class GRPORecipe(Section):
     A step samples ``group_size`` answers to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
     """
 
-    rewards: list[PluginSpec] = []
+    rewards: list[Annotated[PluginSpec, PluginChoice("reward")]] = []
     """Reward functions: each ``package.module:function``, the name of an installed plugin, or a mapping with ``name``
     and options. They are called with the prompt, the answer and the reference answer as texts, and their results are
     added. The modules are imported, so treat a recipe from somebody else as code. Set it for grpo, which needs at least

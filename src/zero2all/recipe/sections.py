@@ -17,7 +17,17 @@ from zero2all.recipe.model import ModelConfig
 from zero2all.recipe.parallel import ParallelRecipe, parallel_mistakes
 from zero2all.recipe.source_names import SourceName
 from zero2all.recipe.training import TrainRecipe
-from zero2all.recipe.types import AnyDir, Bytes, Count, DurationField, InputPath, LocalDir, Mistake, Section
+from zero2all.recipe.types import (
+    AnyDir,
+    Bytes,
+    Count,
+    DurationField,
+    InputPath,
+    LocalDir,
+    Mistake,
+    PluginChoice,
+    Section,
+)
 
 SPECIAL_TOKEN = re.compile(r"<[^\s<>]{1,62}>|\[[^\s\[\]]{1,62}\]")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # what sentencepiece calls a byte
@@ -180,7 +190,7 @@ class TrackRecipe(Section):
 
     log_every: int = Field(10, ge=1)
     """Number of steps between log lines; the run record has every step. Raise it if steps are short."""
-    sinks: list[PluginSpec] = []
+    sinks: list[Annotated[PluginSpec, PluginChoice("sink")]] = []
     """Additional trackers: tensorboard, wandb, package.module:Class, or the name of an installed plugin, each alone or
     as a mapping with ``name`` and options. Its module is imported, so treat a recipe from somebody else as code. Add
     one if your team compares runs there."""
@@ -200,7 +210,7 @@ class EvalsRecipe(Section):
     every: DurationField | None = None
     """Interval of validation during training. Default: none; the quickstart validates at the end. Set it to see whether
     the model overfits, and for ``checkpoint.keep_best``."""
-    benchmarks: list[PluginSpec] = []
+    benchmarks: list[Annotated[PluginSpec, PluginChoice("task")]] = []
     """Benchmarks of ``z2a eval bench`` if it is called without any: each a built-in one, the name of an installed
     plugin, or ``module:function``, alone or as a mapping with ``name`` and options. Default: all built-in ones whose
     files are there. Set it to evaluate every run in the same way."""

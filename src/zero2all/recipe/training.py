@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,17 @@ from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.recipe.objective_plugin import Conversations
 from zero2all.recipe.optimizer import LATER_SCHEDULE, ExtensionRecipe, OptimizerRecipe, ScheduleRecipe
 from zero2all.recipe.source_names import SourceReference
-from zero2all.recipe.types import AnyDir, Count, DurationField, Mistake, Positive, Section, Slug, require_chosen
+from zero2all.recipe.types import (
+    AnyDir,
+    Count,
+    DurationField,
+    Mistake,
+    PluginChoice,
+    Positive,
+    Section,
+    Slug,
+    require_chosen,
+)
 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 
@@ -183,7 +193,7 @@ class TrainRecipe(TrainLength):
     deterministic: bool = False
     """Use deterministic operations if available; this is slower on GPUs. It sets CUBLAS_WORKSPACE_CONFIG, and asks
     flash-attn for its deterministic backward. Turn it on if runs on GPUs must match bit by bit."""
-    callbacks: list[PluginSpec] = []
+    callbacks: list[Annotated[PluginSpec, PluginChoice("callback")]] = []
     """Callbacks that see every step, such as metrics of your own: each the name of an installed plugin, or
     ``module:Class``, alone or as a mapping with ``name`` and options. Add one to record or to check what zero2all does
     not."""

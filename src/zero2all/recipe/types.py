@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from zero2all.base.paths import RemotePath, credentials_problem, is_url, to_path
-from zero2all.base.plugins import builtin_names, name_problem
+from zero2all.base.plugins import builtin, builtin_names, name_problem
 from zero2all.base.redact import redact
 from zero2all.base.units import INT64_LIMIT, Duration, parse_bytes, parse_count
 
@@ -92,6 +92,21 @@ class PluginName:
         if problem := name_problem(self.kind, name):
             raise ValueError(problem)
         return name
+
+
+@dataclass(frozen=True)
+class PluginChoice:
+    """For the JSON schema of a key that names a plugin with options: those of the built-in ones."""
+
+    kind: str
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        options = {one.name: one.options.model_json_schema().get("properties", {}) for one in builtin(self.kind)}
+        known = [
+            {"type": "object", "properties": {"name": {"const": name}, **fields}} for name, fields in options.items()
+        ]
+        others = {"type": "object", "properties": {"name": {"not": {"enum": [*options]}}}}
+        return {"oneOf": [{"type": "string"}, *known, others]}
 
 
 COLLECT_MISTAKES = "collect mistakes"
