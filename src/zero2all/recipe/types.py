@@ -96,7 +96,7 @@ class PluginName:
 
 @dataclass(frozen=True)
 class PluginChoice:
-    """For the JSON schema of a key that names a plugin with options: those of the built-in ones."""
+    """Adds the options of built-in plugins to the JSON schema of a key that names one."""
 
     kind: str
 
