@@ -96,7 +96,7 @@ class PluginName:
 
 @dataclass(frozen=True)
 class PluginChoice:
-    """For the JSON schema of a key that names a plugin with options: those of the built-in ones."""
+    """The JSON schema of a key that names a plugin with options: the built-in plugins and their options."""
 
     kind: str
 
