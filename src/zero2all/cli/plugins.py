@@ -21,7 +21,7 @@ class ListedPlugin:
 
 @command
 def plugins(json: Json = False) -> Result:
-    """List the plugins that a recipe can name: of installed distributions, and built in.
+    """List the plugins that a recipe can name.
 
     Installed ones are listed by their entry points and not imported. With --json, built-in ones have an entry each.
 

@@ -96,7 +96,7 @@ class PluginName:
 
 @dataclass(frozen=True)
 class PluginChoice:
-    """Adds the options of built-in plugins to the JSON schema of a key that names one."""
+    """The JSON schema of a key that names a plugin with options: the built-in plugins and their options."""
 
     kind: str
 
