@@ -24,13 +24,7 @@ from zero2all.base.processes import watch_parent
 Backend = Literal["gloo", "nccl"]
 # Imported once, in the process that ranks are forked from: in each of them it would take seconds. That process computes
 # nothing, so it has no threads and no CUDA context that a fork would break.
-PRELOADED = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "zero2all.train.trainer",
-    "zero2all.evals",
-    __name__,
-]
+PRELOADED = ["zero2all.train.trainer", "zero2all.evals", __name__]  # with torch.distributed, FSDP and DCP
 GRACE_SECONDS = 2.0  # for the last messages of ranks after one has failed
 
 
