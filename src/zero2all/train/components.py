@@ -68,7 +68,7 @@ def build_callbacks(job: TrainingJob) -> list[Component]:
     for spec in ("garbage-collection", *job.recipe.train.callbacks):
         bound = bind("callback", spec)
         built.append(bound(job))
-        bound.guard(built[-1], "before_step", "after_step", "needs_weights", "after_seek", "at_end")
+        bound.guard(built[-1], "before_step", "before_update", "after_step", "needs_weights", "after_seek", "at_end")
     return built
 
 
