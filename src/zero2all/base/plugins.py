@@ -141,7 +141,8 @@ class BoundPlugin:
             object.__setattr__(made, name, self.named()(getattr(made, name)))
 
     def _add_note(self, error: Exception) -> None:
-        error.add_note(f"raised by the {self.kind} {self.name}" + (f" of {self.source}" if self.source else ""))
+        if self.source:  # built-in plugins are found by the traceback
+            error.add_note(f"raised by the {self.kind} {self.name} of {self.source}")
 
 
 _registered: dict[tuple[str, str], Plugin] = {}

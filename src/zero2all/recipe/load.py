@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def parse_recipe(
     for override in sorted(overrides or [], key=lambda text: not text.startswith("model.preset=")):
         places = override_place(places, _apply_override(values, override), override)
     if problems := find_problems(values, places, checks):
-        raise RecipeError(origin, problems)
+        raise RecipeError(origin, sorted(problems, key=lambda problem: problem.line or math.inf))
     return Recipe.model_validate(values)
 
 
