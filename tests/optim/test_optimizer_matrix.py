@@ -4,20 +4,21 @@ the recipe says what to change."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import tiny_recipe
 from zero2all.base.errors import RecipeError
+from zero2all.base.plugins import builtin_names
 from zero2all.model import Z2all
 from zero2all.model.cost.model_size import weight_dtype
 from zero2all.optim.optimizer import build_optimizers, set_learning_rate
 from zero2all.recipe import ModelConfig, OptimizerRecipe, parse_recipe
 from zero2all.train import Run, train
 
-OPTIMIZERS = get_args(OptimizerRecipe.model_fields["name"].annotation)
+OPTIMIZERS = builtin_names("optimizer")
 SHAPE = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16,
