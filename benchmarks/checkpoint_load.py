@@ -21,14 +21,12 @@ from benchmarks.common import benchmark_parser, show_json, wall_seconds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from zero2all.bench.checkpoint import blank_training_state
 from zero2all.bench.rank_harness import run_ranks
-from zero2all.checkpoint import CheckpointStore, RankGroup, TrainingState
-from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE, GuardState, RopeState
+from zero2all.checkpoint import CheckpointStore, RankGroup
+from zero2all.checkpoint.training_state import UNKNOWN_LINEAGE
 
 ROWS = 4096
-STATE = TrainingState(
-    stages=[], tokenizer="", model={}, optimizer="adamw", rope=RopeState(1e4, None), guard=GuardState(-1, [], [])
-)
 
 
 def shards(gib: float) -> dict[str, torch.Tensor]:
@@ -42,7 +40,9 @@ def shards(gib: float) -> dict[str, torch.Tensor]:
 
 
 def write(directory: Path, gib: float) -> float:
-    return wall_seconds(CheckpointStore(directory).write, 1, shards(gib), STATE, UNKNOWN_LINEAGE, RankGroup())
+    return wall_seconds(
+        CheckpointStore(directory).write, 1, shards(gib), blank_training_state(), UNKNOWN_LINEAGE, RankGroup()
+    )
 
 
 def drop_pages(directory: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from benchmarks.common import benchmark_parser, show, show_json, wall_seconds
 
+from zero2all.bench.checkpoint import blank_training_state
 from zero2all.bench.measurements import write_report
 from zero2all.checkpoint import (
     SHM_DIRECTORY,
@@ -28,16 +29,10 @@ from zero2all.checkpoint import (
     CheckpointPlaces,
     CheckpointStore,
     RankGroup,
-    TrainingState,
 )
 from zero2all.checkpoint.state_dict import flatten_tensors, training_state_dict
-from zero2all.checkpoint.training_state import GuardState, RopeState
 from zero2all.model import Z2all
 from zero2all.recipe import load_recipe_or_preset
-
-TRAINING_STATE = TrainingState(
-    stages=[], tokenizer="", model={}, optimizer="adamw", rope=RopeState(1e4, None), guard=GuardState(-1, [], [])
-)
 
 
 class Trained:
@@ -68,7 +63,7 @@ def stalls(trained: Trained, directory: Path, memory: Path, rounds: int) -> dict
     target = torch.zeros(size, dtype=torch.uint8)
     found: dict[str, list[float]] = {"flash": [], "memcpy": [], "torch_save": []}
     for step in range(1, rounds + 2):
-        flash = manager.save(step, TRAINING_STATE, durable=False)
+        flash = manager.save(step, blank_training_state(), durable=False)
         manager.wait_until_saved()  # the checksum is computed off the training path, but must not disturb the next time
         copied = wall_seconds(target.copy_, source)
         saved = wall_seconds(save_synchronously, state, directory / "sync.pt")
@@ -101,12 +96,12 @@ def while_writing(trained: Trained, directory: Path, memory: Path, rounds: int) 
         RankGroup(),
         CheckpointCallbacks(on_saved=lambda step, seconds: written.append(seconds)),
     )
-    manager.save(0, TRAINING_STATE, durable=True)
+    manager.save(0, blank_training_state(), durable=True)
     manager.wait_until_saved()
     alone, beside = [], []
     for turn in range(1, rounds + 1):
         alone += [trained.step() for _ in range(3)]
-        manager.save(turn, TRAINING_STATE, durable=True)
+        manager.save(turn, blank_training_state(), durable=True)
         while len(written) <= turn:
             beside.append(trained.step())
         manager.wait_until_saved()

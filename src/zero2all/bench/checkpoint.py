@@ -58,7 +58,7 @@ def bench_checkpoint(recipe: Recipe, directory: Path, rounds: int = 5) -> Measur
         from_disk = CheckpointManager(CheckpointPlaces(store, place), trained, ranks)
         try:
             for step in range(1, rounds + 2):  # the first creates the slots in memory
-                stalls.append(manager.save(step, _training_state(), durable=True))
+                stalls.append(manager.save(step, blank_training_state(), durable=True))
                 manager.wait_until_saved()
                 loads["memory"].append(_time_load(manager))
                 loads["disk"].append(_time_load(from_disk))
@@ -89,6 +89,7 @@ def _time_load(manager: CheckpointManager) -> float:
     return time.perf_counter() - begin
 
 
-def _training_state() -> TrainingState:
+def blank_training_state() -> TrainingState:
+    """The state of no run, for a checkpoint whose tensors are all that is measured."""
     rope, guard = RopeState(10_000.0, None), GuardState(stage=0, loss=[], norm=[])
     return TrainingState(stages=[], tokenizer="", model={}, optimizer="", rope=rope, guard=guard)
