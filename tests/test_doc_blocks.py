@@ -18,7 +18,6 @@ from tests.doc_pages import (
     Page,
     Sandbox,
     prepare_benchmarks,
-    prepare_longer_run,
     prepare_pretrained,
     prepare_probes,
     prepare_recipes,
@@ -31,13 +30,6 @@ from tests.doc_pages import (
 
 SMALL_MODEL = "{{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, qk_norm: true}}"
 PAGES = [
-    Page(
-        "docs/guides/watch-over-ssh.md", prepare_run,
-        {"me@": "{user}@", "/home/me/runs/big": "{work}/runs/mine",
-         ":2222/~/runs": ":{ssh_port}{work}/runs", "runs/local": "runs/mine", "runs/big": "runs/mine",
-         "8080": "{port}"},
-    ),
-    Page("docs/guides/find-spike-documents.md", prepare_longer_run),
     Page(
         "README.md", prepare_text,
         {"--chat --out runs/first": "--chat --out runs/first train.steps=330",

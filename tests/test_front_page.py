@@ -83,7 +83,8 @@ def test_optimizers_of_the_quickstart(page: str, default: str, own_text: str) ->
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), [("docs/track.md", "up to four levels"), ("docs/track.zh-CN.md", "最多四层")]
+    ("page", "words"),
+    [("docs/how-to/watch/page.md", "up to four levels"), ("docs/how-to/watch/page.zh-CN.md", "最多四层")],
 )
 def test_the_depth_at_which_runs_are_found(page: str, words: str) -> None:
     assert words in (ROOT / page).read_text(encoding="utf-8")

@@ -23,11 +23,16 @@ from zero2all.model.cost.model_size import count_parameters
 from zero2all.quickstart import CONVERSATIONS_PER_LANGUAGE, STORIES_PER_LANGUAGE
 from zero2all.recipe import PRESETS, Recipe, builtin_recipe_path, load_recipe_or_preset
 from zero2all.storyworld import LANGUAGES
+from zero2all.track.health_checks import MESSAGES
+from zero2all.track.prometheus import FAMILIES
+from zero2all.train.step_timer import PARTS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
+STEP_PART = re.compile(r"`time/(\w+)`")
+RULE = re.compile(r"^[a-z ]+(?<! )")  # a Chinese name may follow
 SHAPE = (
     "vocabulary {recipe.tokenizer.vocab_size:,}, {recipe.model.num_hidden_layers} layers, "
     "sequences of {recipe.train.seq_len:,} tokens, batches of {recipe.train.batch_tokens:,}"
@@ -98,6 +103,11 @@ def layers(text: str, chinese: bool) -> str:
     return numbered(same_names(text, numbers, column=1), numbers)
 
 
+def health_rules() -> set[str]:
+    """Of keys such as ``bad dead source: missing``."""
+    return {key.partition(" ")[2].partition(":")[0] for key in MESSAGES}
+
+
 def bench_commands() -> list[str]:
     return [one.name or getattr(one.callback, "__name__", "") for one in bench_app.registered_commands]
 
@@ -136,6 +146,9 @@ FRAGMENTS: dict[str, Fragment] = {
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
     "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
     "faults": lambda text, chinese: str(len(FAULTS)),
+    "health-rules": lambda text, chinese: same_names(text, health_rules(), pattern=RULE),
+    "prometheus": lambda text, chinese: same_names(text, (one.name.removeprefix("zero2all_") for one in FAMILIES)),
+    "step-parts": lambda text, chinese: same_names(text, PARTS, pattern=STEP_PART),
     "run-depth": lambda text, chinese: str(MAX_DEPTH),
     "stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE:,}",
     "all-stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE * len(LANGUAGES):,}",

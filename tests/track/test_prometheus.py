@@ -34,7 +34,7 @@ from zero2all.track.server import build_app
 
 KEY = "the-key"
 DOCS = Path(__file__).parents[2] / "docs"
-DASHBOARD, TRACK_PAGE = DOCS / "grafana-dashboard.json", DOCS / "track.md"
+DASHBOARD, METRICS_PAGE = DOCS / "grafana-dashboard.json", DOCS / "how-to" / "watch" / "prometheus.md"
 HOSTILE_NAMES = [
     'a"b', "a\\", "a\nzero2all_loss 1", 'x"} 5\n# TYPE zero2all_loss counter', "\x00", "\x1b[31m", "\r",
     "\ud800", "\\ud800", "\u2028", "\u202e", "床前明月光", "", " ", "{}", "a,b=", "# HELP x", "\x7f\x85",
@@ -342,7 +342,7 @@ def test_the_dashboard_asks_only_for_what_is_exported_and_the_docs_have_all_of_i
     assert all('run=~".*"' in expression for _, expression in dashboard_queries())
     labels = {label for family in FAMILIES for label in family.labels} | {"run"}
     assert set(re.findall(r"\{\{(\w+)\}\}", text)) <= labels
-    page = TRACK_PAGE.read_text(encoding="utf-8")
+    page = METRICS_PAGE.read_text(encoding="utf-8")
     assert [family.name for family in FAMILIES if f"`{family.name.removeprefix('zero2all_')}`" not in page] == []
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
@@ -352,7 +352,7 @@ def test_the_dashboard_asks_only_for_what_is_exported_and_the_docs_have_all_of_i
 def running_prometheus(program: str, directory: Path, target: str, key_file: Path) -> Iterator[str]:
     """The address of a real Prometheus that scrapes ``target`` every second, as the docs tell it to."""
     config, port = directory / "prometheus.yml", free_port()
-    [documented] = re.findall(r"```yaml\n(scrape_configs:.*?)```", TRACK_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    [documented] = re.findall(r"```yaml\n(scrape_configs:.*?)```", METRICS_PAGE.read_text(encoding="utf-8"), re.DOTALL)
     for example, own in (("/home/me/watch.key", str(key_file)), ("127.0.0.1:9464", target)):
         assert example in documented
         documented = documented.replace(example, own)
