@@ -22,7 +22,6 @@ from tests.doc_pages import (
     prepare_probes,
     prepare_recipes,
     prepare_run,
-    prepare_stages,
     prepare_text,
     recipe_with,
     sandbox,
@@ -59,14 +58,9 @@ PAGES = [
     Page(
         "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
     ),
-    Page("docs/guides/extend.md", prepare_stages, in_clone=True),
     Page(
         "docs/guides/evaluate.md", prepare_pretrained,
         {"--step 400": "--step 12", "step-00000400": "step-00000012", "--nproc-per-node 4": "--nproc-per-node 2"},
-    ),
-    Page(
-        "docs/guides/resume-and-extend.md", prepare_run,
-        {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
     ),
     Page(
         "docs/guides/multi-node.md", prepare_run,
@@ -75,38 +69,10 @@ PAGES = [
          "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv",
          "--nproc-per-node 8 --max-restarts": "--nproc-per-node 2 --max-restarts"},
     ),
-    Page(
-        "docs/guides/train-overnight.md", prepare_text,
-        {"vocab_size: 32768": "vocab_size: 512", "{preset: z2all-85m, qk_norm: true}": SMALL_MODEL,
-         "tokens: 1B": "tokens: 20Ki", "seq_len: 1024": "seq_len: 64", "batch_tokens: 256Ki": "batch_tokens: 1Ki",
-         "micro_batch_tokens: 16Ki": "micro_batch_tokens: 256", "compile: true": "compile: false",
-         "200 steps": "2 steps", "500 steps": "10 steps"},
-        recipe="overnight.yaml", in_clone=True,
-    ),
-    Page(
-        "docs/guides/continue-pretraining.md", prepare_pretrained,
-        {"hidden_size: 1024": "hidden_size: 32", "intermediate_size: 3072": "intermediate_size: 64",
-         "num_hidden_layers: 28": "num_hidden_layers: 2", "num_attention_heads: 16": "num_attention_heads: 4",
-         "num_key_value_heads: 8": "num_key_value_heads: 2", "head_dim: 128": "head_dim: 8",
-         "max_position_embeddings: 40960": "max_position_embeddings: 64", "vocab_size: 151936": "vocab_size: 512",
-         "rope_theta: 1000000.0": "rope_theta: 10000.0", "rms_norm_eps: 1.0e-06": "rms_norm_eps: 1.0e-05",
-         "tokens: 2B": "tokens: 1Ki", "seq_len: 4096": "seq_len: 32", "batch_tokens: 512Ki": "batch_tokens: 256",
-         "micro_batch_tokens: 8Ki": "micro_batch_tokens: 128", "warmup: 100 steps": "warmup: 1 steps",
-         "step-00000400": "step-00000012"},
-        recipe="medicine.yaml",
-    ),
-    Page(
-        "docs/guides/compare-and-sweep.md", prepare_run,
-        {"--budget 5m": "--budget 4-steps", "--budget 2M-tokens": "--budget 60-steps", "--mixtures 12": "--mixtures 8"},
-    ),
     Page("docs/guides/evaluate-on-benchmarks.md", prepare_benchmarks),
     Page(
         "docs/guides/probes.md", prepare_probes,
         {"--out runs/first checkpoint": "--out runs/again train.steps=20 checkpoint"},
-    ),
-    Page(
-        "docs/guides/tune-lr-and-mup.md", prepare_stages,
-        {"--budget 1000-steps": "--budget 4-steps", "train.steps=1000": "train.steps=12"},
     ),
 ]  # fmt: skip
 

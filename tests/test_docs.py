@@ -34,7 +34,7 @@ RETIRED_CHINESE = re.compile(
     r"损失尖峰|检查点|逐位(?=一致|相同|恢复)|[\d单每] ?[个块] ?GPU(?! 小时)"
 )
 TERMS = {
-    "docs/train.md": (
+    "docs/explain/training-step.md": (
         "training step", "gradient accumulation", "micro-batch", "mixed precision", "learning rate", "warmup",
         "data loader", "validation", "packing",
     ),
@@ -49,7 +49,7 @@ TERMS = {
     "docs/reference/metrics.md": ("gradient norm", "throughput", "MFU"),
     "docs/corpus.md": ("deduplication", "MinHash", "decontamination", "language identification", "validation"),
     "docs/tokenizer.md": ("byte-level BPE", "vocabulary", "special token", "pre-tokenizer"),
-    "docs/model.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
+    "docs/how-to/model/configure.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
     "docs/bench.md": ("FLOPs", "MFU", "optimizer state", "activation"),
 }  # fmt: skip
 UNSUPPORTED = re.compile(r"\b(?:not supported|unsupported|no support)\b|不支持", re.IGNORECASE)
