@@ -11,7 +11,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 RELATIVE = r"(?![a-z]+:|//|#)"  # neither a URL nor a heading of the same page
 IMAGE = rf"(!\[[^\]]*\]\(|\b(?:src|srcset)=\"){RELATIVE}"
 LINK = rf"((?<!\\)\]\(|\bhref=\"){RELATIVE}"
-PAGES = {"Documentation": "docs/get-started.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
+PAGES = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
 
 
 class PublishedMetadata(MetadataHookInterface):

@@ -32,7 +32,7 @@ def generated() -> dict[Path, str]:
         REFERENCE / "python.md": python_page(),
         KEY_TESTS: json.dumps(key_tests(), indent=1) + "\n",
         KEY_VERSIONS: json.dumps(key_versions(), indent=1) + "\n",
-        REFERENCE.parent / "architecture.svg": layers_svg(package_layers(pyproject())),
+        REFERENCE.parent / "contribute" / "architecture.svg": layers_svg(package_layers(pyproject())),
         **filled_pages(),
     }
 

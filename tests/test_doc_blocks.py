@@ -1,4 +1,4 @@
-"""Blocks of README, get-started, recipes and the guides run as printed, in .ci/long; both languages have them."""
+"""Blocks of README, recipes and the guides run as printed, in .ci/long; both languages have them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,6 @@ PAGES = [
          "vocab_size: 16384": "vocab_size: 512", "{preset: z2all-25m}": SMALL_MODEL, "tokens: 500M": "tokens: 20Ki",
          "seq_len: 1024": "seq_len: 64", "batch_tokens: 128Ki": "batch_tokens: 1Ki", "10M tokens": "5Ki tokens",
          "--nproc-per-node 8": "--nproc-per-node 2"},
-        recipe="mine.yaml", in_clone=True, own_venv=True,
-    ),
-    Page(
-        "docs/get-started.md", prepare_text,
-        {"--out runs/first": "--out runs/first train.steps=330", "train.steps=1000": "train.steps=350",
-         "--name deeper": "--name deeper train.steps=10",
-         "--out runs/quick": "--out runs/quick train.steps=20", "vocab_size: 8192": "vocab_size: 512",
-         "{preset: z2all-10m}": SMALL_MODEL, "tokens: 5M": "tokens: 20Ki", "seq_len: 512": "seq_len: 64",
-         "batch_tokens: 16Ki": "batch_tokens: 1Ki", "micro_batch_tokens: 4Ki": "micro_batch_tokens: 256",
-         "100 steps": "10 steps", "--nproc-per-node 8 --nnodes 4": "--nproc-per-node 1 --nnodes 2",
-         "--nproc-per-node 8": "--nproc-per-node 2", "head:29500": "127.0.0.1:{port}"},
         recipe="mine.yaml", in_clone=True, own_venv=True,
     ),
     Page(
@@ -160,7 +149,7 @@ def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> N
 
 def test_every_page_with_commands_is_executed() -> None:
     guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guides").glob("*[!N].md")}
-    assert {page.path for page in PAGES} == guides | {"README.md", "docs/get-started.md", "recipes/README.md"}
+    assert {page.path for page in PAGES} == guides | {"README.md", "recipes/README.md"}
 
 
 def test_fewer_than_a_tenth_of_the_blocks_have_a_command_that_is_not_run() -> None:

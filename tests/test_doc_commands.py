@@ -22,7 +22,7 @@ from tests.test_reference import schema_keys
 from zero2all.cli.main import app
 
 WRITTEN = [page for page in PAGES if page != "CHANGELOG.md" and "reference/" not in page]
-EXECUTED = ("README.md", "docs/get-started.md", "recipes/README.md")
+EXECUTED = ("README.md", "docs/start/your-text.md", "recipes/README.md")
 FAST = ("--version", "recipe check", "recipe show", "recipe schema", "plan")
 SHELL_OPERATORS = set("();<>|&\n")
 SMALL_RECIPE = "name: small\nout: runs/small\ncorpus: {sources: [{name: notes, paths: [notes]}]}\n"

@@ -70,8 +70,8 @@ def test_the_comparison_lists_the_precisions_of_a_recipe(page: str, row: str) ->
 @pytest.mark.parametrize(
     ("page", "default", "own_text"),
     [
-        ("docs/architecture.md", "**{} is the default** of `train.optimizer`, and the quickstart uses it", " uses {}."),
-        ("docs/architecture.zh-CN.md", "**默认是 {}。** quickstart 用的也是它", " 用 {}。"),
+        ("docs/contribute/architecture.md", "**{} is the default** of `train.optimizer`, and the quickstart uses it", " uses {}."),
+        ("docs/contribute/architecture.zh-CN.md", "**默认是 {}。** quickstart 用的也是它", " 用 {}。"),
     ],
 )
 def test_optimizers_of_the_quickstart(page: str, default: str, own_text: str) -> None:

@@ -33,7 +33,7 @@ MAX_UNTESTED_KEYS = 12
 TYPER_FLAGS = {"--install-completion", "--show-completion"}
 LAYER_TABLE = re.findall(
     r"<!-- generated: layers -->(.*?)<!-- end -->",
-    (ROOT / "docs" / "architecture.md").read_text("utf-8").replace("| 9 |", "| 7 |"),
+    (ROOT / "docs" / "contribute" / "architecture.md").read_text("utf-8").replace("| 9 |", "| 7 |"),
     flags=re.DOTALL,
 )
 # A sentence or a noun phrase that stands alone, not one that continues the name or the key above.

@@ -151,7 +151,7 @@ def test_the_training_loop_and_the_step_are_short() -> None:
 
 @pytest.mark.parametrize("page", ["read-the-code.md", "read-the-code.zh-CN.md"])
 def test_the_files_to_read_exist_and_are_short(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text("utf-8")
+    text = (ROOT / "docs" / "contribute" / page).read_text("utf-8")
     files = re.findall(r"^(?:\d\.|-) `([\w/]+\.py)`", text, flags=re.MULTILINE)
     step = re.findall(r"^\d\. `([\w/]+\.py)`", text, flags=re.MULTILINE)
     assert len(step) == MAX_STEP_FILES

@@ -1,4 +1,4 @@
-"""The tutorial: its commands run in order on a pseudo-terminal, as a person would type them."""
+"""The first hour: its commands run in order on a pseudo-terminal, as a person would type them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare(box: Sandbox) -> None:
 
 
 PAGE = Page(
-    "docs/tutorial.md", prepare,
+    "docs/learn/first-hour.md", prepare,
     {"--out runs/first": f"--out runs/first train.steps={STEPS} 'evals.every=20 steps' evals.stories=20",
      "train.steps=1000": f"train.steps={2 * STEPS}"},
 )  # fmt: skip

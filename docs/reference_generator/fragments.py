@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from reference_generator.how_large import HARDWARE, cpu_table, gpu_table
 from zero2all.base.plugins import builtin_names
 from zero2all.base.units import Duration, show_count
 from zero2all.base.workspace import MAX_DEPTH
@@ -28,7 +29,7 @@ from zero2all.track.prometheus import FAMILIES
 from zero2all.train.step_timer import PARTS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
+FOLDERS = (".", "docs", "docs/guides", "docs/start", "docs/learn", "docs/contribute", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 STEP_PART = re.compile(r"`time/(\w+)`")
@@ -132,6 +133,10 @@ def recipe_value(name: str, chinese: bool) -> str:
     return f"{value.value if isinstance(value, Duration) else value:,}"
 
 
+def _gpu_table(name: str, text: str, chinese: bool) -> str:
+    return gpu_table(name, chinese)
+
+
 Fragment = Callable[[str, bool], str]
 """From the text between the markers, and whether the page is Chinese, to the text that should be there."""
 FRAGMENTS: dict[str, Fragment] = {
@@ -152,5 +157,7 @@ FRAGMENTS: dict[str, Fragment] = {
     "run-depth": lambda text, chinese: str(MAX_DEPTH),
     "stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE:,}",
     "all-stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE * len(LANGUAGES):,}",
+    "how-large-cpu": lambda text, chinese: cpu_table(chinese),
+    **{name: functools.partial(_gpu_table, name) for name in HARDWARE},
     "all-conversations": lambda text, chinese: f"{CONVERSATIONS_PER_LANGUAGE * len(LANGUAGES):,}",
 }
