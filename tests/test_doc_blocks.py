@@ -17,10 +17,8 @@ from tests.doc_pages import (
     ROOT,
     Page,
     Sandbox,
-    prepare_benchmarks,
     prepare_longer_run,
     prepare_pretrained,
-    prepare_probes,
     prepare_recipes,
     prepare_run,
     prepare_stages,
@@ -64,14 +62,7 @@ PAGES = [
          "--nproc-per-node 8": "--nproc-per-node 2"},
         in_clone=True,
     ),
-    Page(
-        "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
-    ),
     Page("docs/guides/extend.md", prepare_stages, in_clone=True),
-    Page(
-        "docs/guides/evaluate.md", prepare_pretrained,
-        {"--step 400": "--step 12", "step-00000400": "step-00000012", "--nproc-per-node 4": "--nproc-per-node 2"},
-    ),
     Page(
         "docs/guides/resume-and-extend.md", prepare_run,
         {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
@@ -106,11 +97,6 @@ PAGES = [
     Page(
         "docs/guides/compare-and-sweep.md", prepare_run,
         {"--budget 5m": "--budget 4-steps", "--budget 2M-tokens": "--budget 60-steps", "--mixtures 12": "--mixtures 8"},
-    ),
-    Page("docs/guides/evaluate-on-benchmarks.md", prepare_benchmarks),
-    Page(
-        "docs/guides/probes.md", prepare_probes,
-        {"--out runs/first checkpoint": "--out runs/again train.steps=20 checkpoint"},
     ),
     Page(
         "docs/guides/tune-lr-and-mup.md", prepare_stages,
