@@ -27,7 +27,6 @@ SMALL_BASE = (
 SIZES = {
     "{preset: z2all-25m, qk_norm: true}": SMALL_BASE,
     "{preset: z2all-25m}": SMALL_BASE,
-    "seq_len: 2048": "seq_len: 256",
     "seq_len: 1024": "seq_len: 256",
     "seq_len: 512": "seq_len: 256",
     "batch_tokens: 131072": "batch_tokens: 1Ki",
@@ -145,7 +144,7 @@ PAGES = [
     Page("docs/how-to/post-train/lora.md", prepare_sft, LORA),
     Page(
         "docs/how-to/post-train/preferences.md", prepare_tuned,
-        sizes("{preset: z2all-25m, qk_norm: true}", "seq_len: 2048", "batch_tokens: 32768", "every: 50 steps"),
+        sizes("{preset: z2all-25m, qk_norm: true}", "seq_len: 1024", "batch_tokens: 32768", "every: 50 steps"),
         recipe="dpo.yaml",
     ),
     Page(
