@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from tests.doc_pages import (
     prepare_probes,
     prepare_run,
     prepare_stages,
+    prepare_text,
     tiny_recipe,
 )
 from tests.evals.bench.fakes import write_benchmarks
@@ -54,8 +56,8 @@ def prepare_base(page: Sandbox) -> None:
 
 
 def write_examples(page: Sandbox) -> None:
-    """Sums, as conversations, pairs, ratings and text."""
-    lines: dict[str, list[Any]] = {"sft": [], "questions": [], "pairs": [], "ratings": [], "text": []}
+    """Sums, as conversations, pairs and ratings."""
+    lines: dict[str, list[Any]] = {"sft": [], "questions": [], "pairs": [], "ratings": []}
     for one in range(12, 92, 2):
         for other in range(3, 33, 5):
             question, right = f"What is {one} plus {other}?", f"The sum is {one + other}"
@@ -63,7 +65,6 @@ def write_examples(page: Sandbox) -> None:
             lines["sft"].append({"messages": [asked, {"role": "assistant", "content": right}]})
             lines["pairs"].append({"prompt": question, "chosen": right, "rejected": f"The sum is {one - other}"})
             lines["ratings"].append({"prompt": question, "completion": right, "label": other % 2 == 0})
-            lines["text"].append({"text": f"{question} {right}. " * 20})
     lines["questions"] = lines["sft"]
     for name, records in lines.items():
         directory = page.work / "data" / name
@@ -71,6 +72,13 @@ def write_examples(page: Sandbox) -> None:
         text = "".join(json.dumps(record) + "\n" for record in records)
         (directory / "part-0.jsonl").write_text(text, encoding="utf-8")
     (page.work / "seeds.jsonl").write_text(json.dumps(lines["sft"][0]) + "\n", encoding="utf-8")
+
+
+def prepare_teacher(page: Sandbox) -> None:
+    """The base model is the teacher; text for the student."""
+    prepare_text(page)
+    prepare_base(page)
+    shutil.copytree(page.work / "data" / "books", page.work / "data" / "text")
 
 
 def prepare_tuned(page: Sandbox) -> None:
@@ -160,7 +168,7 @@ PAGES = [
         recipe="grpo.yaml",
     ),
     Page(
-        "docs/how-to/post-train/distill.md", prepare_base,
+        "docs/how-to/post-train/distill.md", prepare_teacher,
         sizes("{preset: z2all-25m}", "seq_len: 1024", "batch_tokens: 131072", "tokens: 500M", "every: 50 steps"),
         recipe="distill.yaml",
     ),
