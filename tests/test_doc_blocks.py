@@ -17,9 +17,6 @@ from tests.doc_pages import (
     ROOT,
     Page,
     Sandbox,
-    prepare_benchmarks,
-    prepare_pretrained,
-    prepare_probes,
     prepare_recipes,
     prepare_run,
     prepare_text,
@@ -45,23 +42,11 @@ PAGES = [
         in_clone=True,
     ),
     Page(
-        "docs/guides/export.md", prepare_run, {"--step 400": "--step 8"}, in_clone=True,
-    ),
-    Page(
-        "docs/guides/evaluate.md", prepare_pretrained,
-        {"--step 400": "--step 12", "step-00000400": "step-00000012", "--nproc-per-node 4": "--nproc-per-node 2"},
-    ),
-    Page(
         "docs/guides/multi-node.md", prepare_run,
         {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",
          "login:29500": "127.0.0.1:{port}", "29500": "{port}",
          "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv",
          "--nproc-per-node 8 --max-restarts": "--nproc-per-node 2 --max-restarts"},
-    ),
-    Page("docs/guides/evaluate-on-benchmarks.md", prepare_benchmarks),
-    Page(
-        "docs/guides/probes.md", prepare_probes,
-        {"--out runs/first checkpoint": "--out runs/again train.steps=20 checkpoint"},
     ),
 ]  # fmt: skip
 
