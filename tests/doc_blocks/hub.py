@@ -9,19 +9,19 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.corpus.download_server import FakeHub, Page, Server, Text, _Request
+from tests.corpus.download_server import FakeHub, Page, Server, Text
 from zero2all.base.io import write_json
 
-TEXT = "".join(json.dumps({"id": str(number), "title": "t", "text": f"Line {number} of a page.\n" * 9}) + "\n" for number in range(40))
-QUESTIONS = "".join(
-    json.dumps({"INSTRUCTION": f"第{number}个问题是什么？", "RESPONSE": f"第{number}个回答，由很多个不同的字组成。" * 5, "SOURCE": "知乎"}) + "\n"
-    for number in range(40)
-)  # fmt: skip
+RECORDS = [{"id": str(number), "title": "t", "text": f"Line {number} of a page.\n" * 9} for number in range(40)]
+ANSWER = "一个由很多不同的字组成的回答，长到足以留在语料里。" * 3
+QUESTIONS = [{"INSTRUCTION": f"第{number}问", "RESPONSE": f"{number}：{ANSWER}"} for number in range(40)]
+TEXT, ANSWERED = ("".join(json.dumps(one) + "\n" for one in records) for records in (RECORDS, QUESTIONS))
 REPOSITORIES = {
     "datasets/Salesforce/wikitext": {"wikitext-2-v1/train.jsonl": TEXT, "wikitext-103-v1/train.jsonl": TEXT},
-    "datasets/wangrui6/Zhihu-KOL": {"data/train.jsonl": QUESTIONS},
+    "datasets/wangrui6/Zhihu-KOL": {"data/train.jsonl": ANSWERED},
     "datasets/wikimedia/wikipedia": {"20231101.zh/train.jsonl": TEXT, "20231101.en/train.jsonl": TEXT},
     "models/Qwen/Qwen3-0.6B": {"config.json": "{}", "pytorch_model.bin": "weights"},
 }
@@ -39,7 +39,7 @@ class Hubs(Server):
             for name, text in files.items():
                 hub.add_file(name, Text(text.encode()), lfs=False)
 
-    def answer(self, request: _Request) -> None:
+    def answer(self, request: Any) -> None:
         path = unquote(urlsplit(request.path).path)
         for hub in self.hubs:
             if path.startswith((f"/api/{hub.place}/", f"/{hub.prefix}/")):
