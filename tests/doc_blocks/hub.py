@@ -1,4 +1,4 @@
-"""A Hub with several repositories and a web server for the pages that download: ``python -m tests.doc_blocks.hub FILE``.
+"""A Hub with several repositories and a web server for pages that download: ``python -m tests.doc_blocks.hub FILE``.
 
 Their addresses are written to FILE. They run until the process is stopped.
 """
