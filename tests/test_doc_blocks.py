@@ -77,13 +77,6 @@ PAGES = [
         {"train.tokens=2B": "train.tokens=4Ki", "--nproc-per-node 4": "--nproc-per-node 2", "--step 5000": "--step 16"},
     ),
     Page(
-        "docs/guides/multi-node.md", prepare_run,
-        {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",
-         "login:29500": "127.0.0.1:{port}", "29500": "{port}",
-         "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv",
-         "--nproc-per-node 8 --max-restarts": "--nproc-per-node 2 --max-restarts"},
-    ),
-    Page(
         "docs/guides/train-overnight.md", prepare_text,
         {"vocab_size: 32768": "vocab_size: 512", "{preset: z2all-85m, qk_norm: true}": SMALL_MODEL,
          "tokens: 1B": "tokens: 20Ki", "seq_len: 1024": "seq_len: 64", "batch_tokens: 256Ki": "batch_tokens: 1Ki",

@@ -38,9 +38,9 @@ TERMS = {
         "training step", "gradient accumulation", "micro-batch", "mixed precision", "learning rate", "warmup",
         "data loader", "validation", "packing",
     ),
-    "docs/parallel.md": (
+    "docs/how-to/scale/parallelism.md": (
         "data parallel", "tensor parallel", "pipeline parallel", "context parallel", "expert parallel", "sharding",
-        "all-reduce", "activation checkpointing", "load balancing",
+        "all-reduce",
     ),
     "docs/resilience.md": (
         "fault tolerance", "elastic", "rendezvous", "heartbeat", "checkpoint", "goodput", "rollback",
@@ -49,7 +49,7 @@ TERMS = {
     "docs/corpus.md": ("deduplication", "MinHash", "decontamination", "language identification", "validation"),
     "docs/tokenizer.md": ("byte-level BPE", "vocabulary", "special token", "pre-tokenizer"),
     "docs/model.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
-    "docs/bench.md": ("FLOPs", "MFU", "optimizer state", "activation"),
+    "docs/how-to/scale/plan.md": ("FLOPs", "MFU", "optimizer state", "activation"),
 }  # fmt: skip
 UNSUPPORTED = re.compile(r"\b(?:not supported|unsupported|no support)\b|不支持", re.IGNORECASE)
 CONDITION = re.compile(r"\b(?:with|without|under|on|for|if|when)\b|与|同时|时|下|上", re.IGNORECASE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from reference_generator.gpus import gpu_table
 from zero2all.base.plugins import builtin_names
 from zero2all.base.units import Duration, show_count
 from zero2all.base.workspace import MAX_DEPTH
@@ -25,7 +26,7 @@ from zero2all.recipe import PRESETS, Recipe, builtin_recipe_path, load_recipe_or
 from zero2all.storyworld import LANGUAGES
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
+FOLDERS = (".", "docs", "docs/**", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 SHAPE = (
@@ -41,7 +42,7 @@ SHAPE_CHINESE = (
 def filled_pages() -> dict[Path, str]:
     """Each page with a generated part, and its text as it should be."""
     found = {}
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")):
+    for path in sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}):
         text = path.read_text("utf-8")
         if FRAGMENT.search(text):
             found[path] = FRAGMENT.sub(functools.partial(_filled, path), text)
@@ -134,6 +135,7 @@ FRAGMENTS: dict[str, Fragment] = {
         [name for name in PRESETS if not name.startswith("z2all-")], chinese
     ),
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
+    "gpus": gpu_table,
     "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
     "faults": lambda text, chinese: str(len(FAULTS)),
     "run-depth": lambda text, chinese: str(MAX_DEPTH),
