@@ -49,7 +49,7 @@ z2a() {
   case " $* " in
     " watch "*" --once "* | " watch "*" --tty "*) command z2a "$@" ;;  # --tty ends with the run
     " watch "*) interrupted z2a "$@" ;;
-    " rendezvous "*) command z2a "$@" >rendezvous.log 2>&1 & sleep 0 ;;
+    " launch "*" --rendezvous-only "*) command z2a "$@" >rendezvous.log 2>&1 & sleep 0 ;;
     " launch "*" --emit "*) command z2a "$@" ;;
     " launch "*" --rdzv-endpoint "*)
       command z2a "$@" >node.log 2>&1 & local node=$!

@@ -18,7 +18,6 @@ from tests.doc_pages import (
     Page,
     Sandbox,
     prepare_recipes,
-    prepare_run,
     prepare_text,
     recipe_with,
     sandbox,
@@ -40,13 +39,6 @@ PAGES = [
         {"--out runs/first": "--out runs/first train.steps=20", "--out runs/mine": "--out runs/mine train.steps=20",
          "--nproc-per-node 8": "--nproc-per-node 2"},
         in_clone=True,
-    ),
-    Page(
-        "docs/guides/multi-node.md", prepare_run,
-        {"me@": "{user}@", "/shared/runs/big": "{work}/runs/mine",
-         "login:29500": "127.0.0.1:{port}", "29500": "{port}",
-         "--nproc-per-node 8 --nnodes 4 --rdzv": "--nproc-per-node 1 --nnodes 2 --rdzv",
-         "--nproc-per-node 8 --max-restarts": "--nproc-per-node 2 --max-restarts"},
     ),
 ]  # fmt: skip
 

@@ -38,19 +38,19 @@ TERMS = {
         "training step", "gradient accumulation", "micro-batch", "mixed precision", "learning rate", "warmup",
         "data loader", "validation", "packing",
     ),
-    "docs/parallel.md": (
+    "docs/how-to/scale/parallelism.md": (
         "data parallel", "tensor parallel", "pipeline parallel", "context parallel", "expert parallel", "sharding",
-        "all-reduce", "activation checkpointing", "load balancing",
+        "all-reduce",
     ),
     "docs/how-to/survive/launch.md": ("elastic", "rendezvous", "heartbeat", "checkpoint"),
     "docs/how-to/survive/checkpoint-interval.md": ("goodput", "in-memory checkpoints"),
     "docs/how-to/survive/spike.md": ("rollback", "gradient norm", "outlier"),
     "docs/how-to/watch/sinks.md": ("metric", "TensorBoard"),
     "docs/reference/metrics.md": ("gradient norm", "throughput", "MFU"),
-    "docs/corpus.md": ("deduplication", "MinHash", "decontamination", "language identification", "validation"),
-    "docs/tokenizer.md": ("byte-level BPE", "vocabulary", "special token", "pre-tokenizer"),
+    "docs/how-to/data/deduplicate.md": ("deduplication", "MinHash"),
+    "docs/how-to/tokenizer/train.md": ("byte-level BPE", "vocabulary", "special token", "pre-tokenizer"),
     "docs/how-to/model/configure.md": ("grouped-query attention", "RMSNorm", "mixture of experts", "kernel", "mask"),
-    "docs/bench.md": ("FLOPs", "MFU", "optimizer state", "activation"),
+    "docs/how-to/scale/plan.md": ("FLOPs", "MFU", "optimizer state", "activation"),
 }  # fmt: skip
 UNSUPPORTED = re.compile(r"\b(?:not supported|unsupported|no support)\b|不支持", re.IGNORECASE)
 CONDITION = re.compile(r"\b(?:with|without|under|on|for|if|when)\b|与|同时|时|下|上", re.IGNORECASE)

@@ -15,7 +15,8 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
-from reference_generator.how_large import HARDWARE, cpu_table, gpu_table
+from reference_generator.gpus import gpu_table
+from reference_generator.how_large import HARDWARE, cpu_sizes, gpu_sizes
 from zero2all.base.plugins import builtin_names
 from zero2all.base.units import Duration, show_count
 from zero2all.base.workspace import MAX_DEPTH
@@ -29,7 +30,7 @@ from zero2all.track.prometheus import FAMILIES
 from zero2all.train.step_timer import PARTS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/guides", "docs/start", "docs/learn", "docs/contribute", "recipes", "examples")
+FOLDERS = (".", "docs", "docs/**", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 STEP_PART = re.compile(r"`time/(\w+)`")
@@ -47,7 +48,7 @@ SHAPE_CHINESE = (
 def filled_pages() -> dict[Path, str]:
     """Each page with a generated part, and its text as it should be."""
     found = {}
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")):
+    for path in sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}):
         text = path.read_text("utf-8")
         if FRAGMENT.search(text):
             found[path] = FRAGMENT.sub(functools.partial(_filled, path), text)
@@ -133,8 +134,8 @@ def recipe_value(name: str, chinese: bool) -> str:
     return f"{value.value if isinstance(value, Duration) else value:,}"
 
 
-def _gpu_table(name: str, text: str, chinese: bool) -> str:
-    return gpu_table(name, chinese)
+def _gpu_sizes(name: str, text: str, chinese: bool) -> str:
+    return gpu_sizes(name, chinese)
 
 
 Fragment = Callable[[str, bool], str]
@@ -149,6 +150,7 @@ FRAGMENTS: dict[str, Fragment] = {
         [name for name in PRESETS if not name.startswith("z2all-")], chinese
     ),
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
+    "gpus": gpu_table,
     "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
     "faults": lambda text, chinese: str(len(FAULTS)),
     "health-rules": lambda text, chinese: same_names(text, health_rules(), pattern=RULE),
@@ -157,7 +159,7 @@ FRAGMENTS: dict[str, Fragment] = {
     "run-depth": lambda text, chinese: str(MAX_DEPTH),
     "stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE:,}",
     "all-stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE * len(LANGUAGES):,}",
-    "how-large-cpu": lambda text, chinese: cpu_table(chinese),
-    **{name: functools.partial(_gpu_table, name) for name in HARDWARE},
+    "how-large-cpu": lambda text, chinese: cpu_sizes(chinese),
+    **{name: functools.partial(_gpu_sizes, name) for name in HARDWARE},
     "all-conversations": lambda text, chinese: f"{CONVERSATIONS_PER_LANGUAGE * len(LANGUAGES):,}",
 }

@@ -54,12 +54,12 @@ UNITS = (("minutes", "分钟"), ("hours", "小时"), ("days", "天"))
 NONE, NO_FIT = ("none", "无"), ("does not fit", "放不下")
 
 
-def gpu_table(name: str, chinese: bool) -> str:
+def gpu_sizes(name: str, chinese: bool) -> str:
     """The rows of some GPUs."""
     return _table(HEADER_CHINESE if chinese else HEADER, _gpu_rows(name, chinese))
 
 
-def cpu_table(chinese: bool) -> str:
+def cpu_sizes(chinese: bool) -> str:
     """The rows of one CPU core."""
     return _table(CPU_HEADER_CHINESE if chinese else CPU_HEADER, [_cpu_row(preset, chinese) for preset in CPU_PRESETS])
 
