@@ -72,6 +72,8 @@ def test_the_search_for_70b_on_1024_gpus_takes_seconds() -> None:
     assert time.process_time() - start < 30
     assert found.best[0].mfu > 0.38  # Llama 3 reports 38 to 43% for 405B, https://arxiv.org/abs/2407.21783
     assert all("parallel.tp=16" not in one.overrides for one in found.best)
+    layout = plan_run(recipe, Cluster.of(GPUS["H100"], 1024)).layout
+    assert layout == plan_run(_with_keys(recipe, found.best[0].overrides), Cluster.of(GPUS["H100"], 1024)).layout
 
 
 @pytest.mark.long
