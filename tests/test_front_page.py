@@ -70,7 +70,11 @@ def test_the_comparison_lists_the_precisions_of_a_recipe(page: str, row: str) ->
 @pytest.mark.parametrize(
     ("page", "default", "own_text"),
     [
-        ("docs/contribute/architecture.md", "**{} is the default** of `train.optimizer`, and the quickstart uses it", " uses {}."),
+        (
+            "docs/contribute/architecture.md",
+            "**{} is the default** of `train.optimizer`, and the quickstart uses it",
+            " uses {}.",
+        ),
         ("docs/contribute/architecture.zh-CN.md", "**默认是 {}。** quickstart 用的也是它", " 用 {}。"),
     ],
 )
