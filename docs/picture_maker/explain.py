@@ -323,7 +323,7 @@ def memory_anatomy(w: Words) -> str:
     chinese = ("分片：权重、梯度、优化器", "聚合的权重、未归约的梯度", "激活和 logits", "CUDA、NCCL、碎片余量")
     english = ("shard: weights, gradients, optimizer", "gathered weights, gradients on their way", "activations and logits", "CUDA, NCCL, margin")
     for recompute in ("none", "selective", "full"):
-        recipe = load_recipe_or_preset("7b", ["train.micro_batch_tokens=8192", f"parallel.activation_checkpointing={recompute}"])
+        recipe = load_recipe_or_preset("7b", ["train.batch_tokens=1048576", "train.micro_batch_tokens=8192", f"parallel.activation_checkpointing={recompute}"])
         parts = plan_run(recipe, Cluster.of(find_gpu("a100-80g"), 8)).memory.parts
         groups = [0, 0, 0, 0]
         for part in parts:
