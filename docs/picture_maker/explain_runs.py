@@ -100,13 +100,14 @@ def story_bits(language: str, count: int = 1000) -> tuple[float, float]:
 
 
 def loss_records(language: str) -> Iterator[tuple[str, list[Curve], list[str]]]:
-    """Name, curves, and the most serious finding of the health checks, in lines."""
-    wanted = {"good": "stories-1", "lr": "lr-2", "shuffled": "shuffled-1", "garbage": "garbage-1",
-              "repeated": "repeated-1", "dead": "dead-1"}  # fmt: skip
+    """Name, curves, and what the health checks find, in lines."""
+    wanted = {"good": ("stories-1", "initial loss"), "lr": ("lr-2", "divergence"),
+              "shuffled": ("shuffled-1", "divergence"), "garbage": ("garbage-1", "spike"),
+              "repeated": ("repeated-1", "sudden drop"), "dead": ("dead-1", "dead source")}  # fmt: skip
     files = (RECORDS / "healthy.jsonl.gz", RECORDS / "faulty.jsonl.gz", GARBAGE)
     runs = {run["run"]: run for path in files for run in map(json.loads, gzip.open(path, "rt", encoding="utf-8"))}
-    for name, run in wanted.items():
-        yield name, _curves(runs[run]["lines"]), _finding(runs[run], language)
+    for name, (run, rule) in wanted.items():
+        yield name, _curves(runs[run]["lines"]), _finding(runs[run], rule, language)
 
 
 def _curves(lines: Sequence[dict[str, Any]], steps: int = 125) -> list[Curve]:
@@ -117,7 +118,7 @@ def _curves(lines: Sequence[dict[str, Any]], steps: int = 125) -> list[Curve]:
     ]
 
 
-def _finding(run: dict[str, Any], language: str, width: int = 46) -> list[str]:
+def _finding(run: dict[str, Any], rule: str, language: str, width: int = 46) -> list[str]:
     with tempfile.TemporaryDirectory() as work:
         directory = Path(work)
         (directory / "recipe.yaml").write_text(yaml.safe_dump(run["recipe"]))
@@ -127,8 +128,7 @@ def _finding(run: dict[str, Any], language: str, width: int = 46) -> list[str]:
         (directory / "record.jsonl").write_text("".join(lines), encoding="utf-8")
         view = RunView(LocalRunLocation(directory))
         view.refresh()
-        findings = [one for one in check_health(view, directory) if one.what != "silence"]
-    worst = min(findings, key=lambda one: ("bad", "note", "good").index(one.level))
+        worst = next(one for one in check_health(view, directory) if one.what == rule)
     if language == "zh":
         text, width = f"{worst.level} {worst.what}：{worst.chinese}", 23
         return [text[at : at + width] for at in range(0, len(text), width)][:4]
