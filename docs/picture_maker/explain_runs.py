@@ -103,7 +103,7 @@ def loss_records(language: str) -> Iterator[tuple[str, list[Curve], list[str]]]:
     """Name, curves, and what the health checks find, in lines."""
     wanted = {"good": ("stories-1", "initial loss"), "lr": ("lr-2", "divergence"),
               "shuffled": ("shuffled-1", "divergence"), "garbage": ("garbage-1", "spike"),
-              "repeated": ("repeated-1", "sudden drop"), "dead": ("dead-1", "dead source")}  # fmt: skip
+              "repeated": ("repeated-5", "sudden drop"), "dead": ("dead-1", "dead source")}  # fmt: skip
     files = (RECORDS / "healthy.jsonl.gz", RECORDS / "faulty.jsonl.gz", GARBAGE)
     runs = {run["run"]: run for path in files for run in map(json.loads, gzip.open(path, "rt", encoding="utf-8"))}
     for name, (run, rule) in wanted.items():
