@@ -29,19 +29,18 @@ Picture = Callable[[Words], str]
 
 
 def bits_per_byte(w: Words) -> str:
-    """The quickstart's validation text under vocabularies of several sizes, by a model that knows frequencies only."""
-    from picture_maker.explain_runs import unigram_by_vocabulary
+    """New stories in tokens of three sizes, by a model that knows frequencies only."""
+    from picture_maker.explain_runs import unigram_by_unit
 
+    names = {"bytes": w("bytes", "字节"), "characters": w("characters", "字符"), "words": w("words", "词")}
     bars = []
-    for size, nats, bits in unigram_by_vocabulary():
-        label = w(f"{size:,} tokens", f"词表 {size:,}")
-        bars.append(Bar(label, nats, w(f"{nats:.2f} nats per token", f"每 token {nats:.2f} nat")))
-        bars.append(Bar(label, bits, w(f"{bits:.2f} bits per byte", f"每字节 {bits:.2f} bit"), colour=2))
-    title = w(
-        "The same text, five vocabularies: loss per token rises, bits per byte fall",
-        "同一段文本，五种词表：每 token 的 loss 上升，bits-per-byte 下降",
-    )
-    return themed(bar_svg(title, bars, (w("loss per token", "每 token 的 loss"), "", "bits-per-byte")[:1]))
+    for language, name in (("en", w("English", "英文")), ("zh", w("Chinese", "中文"))):
+        for unit, size, nats, bits in unigram_by_unit(language):
+            label = w(f"{name}, {size:,} {names[unit]}", f"{name}，{size:,} 个{names[unit]}")
+            bars.append(Bar(label, nats, w(f"{nats:.2f} nats per token", f"每 token {nats:.2f} nat")))
+            bars.append(Bar(label, bits, w(f"{bits:.2f} bits per byte", f"每字节 {bits:.2f} bit"), 1))
+    title = w("The same stories in small and large tokens, by a unigram model", "同样的故事，token 从小到大，unigram 模型")
+    return themed(bar_svg(title, bars, (w("loss per token", "每 token 的 loss"), "bits-per-byte")))
 
 
 def packing(w: Words) -> str:

@@ -1,4 +1,4 @@
-"""What pictures of docs/explain measure: stories, their tokenizers, and records of small training runs."""
+"""What pictures of docs/explain measure: stories, their entropy, and records of small training runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import gzip
 import itertools
 import json
 import math
+import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +18,10 @@ from typing import Any, TypeVar
 import yaml
 
 from zero2all.base.charts.plot import Curve
-from zero2all.corpus import build_corpus
-from zero2all.recipe import builtin_recipe_path, load_recipe
-from zero2all.storyworld import LANGUAGES, generate_stories
+from zero2all.storyworld import generate_stories
 from zero2all.storyworld.generate import get_language
 from zero2all.storyworld.plots import cast
 from zero2all.storyworld.teller import PLOT_PREFERENCE, PREFERENCE, Teller
-from zero2all.tokenizer import Tokenizer, train_tokenizer
 from zero2all.track.health_checks import check_health
 from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
@@ -33,29 +31,26 @@ GARBAGE = Path(__file__).with_name("garbage.jsonl.gz")
 T = TypeVar("T")
 
 
+UNITS: dict[str, Callable[[str], list[str]]] = {
+    "bytes": lambda text: [chr(byte) for byte in text.encode()],
+    "characters": list,
+    "words": lambda text: re.findall(r"\w+|\W", text),
+}
+
+
 @cache
-def unigram_by_vocabulary() -> list[tuple[int, float, float]]:
-    """Vocabulary size; nats per token and bits per byte of new stories, by the frequencies of each token alone."""
-    texts = {name: list(generate_stories(name, 7, 2000)) for name in LANGUAGES}
-    seen, new = ([text for own in texts.values() for text in own[part]] for part in (slice(1800), slice(1800, None)))
+def unigram_by_unit(language: str, stories: int = 600) -> list[tuple[str, int, float, float]]:
+    """Kind of token, size of the vocabulary; nats per token and bits per byte of new stories, by frequencies alone."""
+    texts = list(generate_stories(language, 7, stories))
+    seen, new = texts[: -stories // 6], texts[-stories // 6 :]
     found = []
-    with tempfile.TemporaryDirectory() as work:
-        for language, own in texts.items():
-            lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in own[:1800])
-            Path(work, f"{language}.jsonl").write_text("".join(lines), encoding="utf-8")
-        sources = [{"name": name, "paths": [f"{work}/{name}.jsonl"]} for name in LANGUAGES]
-        for size in (320, 512, 1024, 2048, 4096):
-            places = [f"out={work}/run", f"corpus.sources={json.dumps(sources)}", f"corpus.dir={work}/documents",
-                      f"tokenizer.dir={work}/tokenizer-{size}", f"tokenizer.vocab_size={size}"]  # fmt: skip
-            recipe = load_recipe(builtin_recipe_path("stories.yaml"), places)
-            build_corpus(recipe.corpus, recipe.documents_dir)
-            train_tokenizer(recipe.tokenizer, recipe.documents_dir, recipe.tokenizer_dir)
-            tokenizer = Tokenizer(recipe.tokenizer_dir)
-            counts = Counter(token for text in seen for token in tokenizer.encode(text))
-            ids = [token for text in new for token in tokenizer.encode(text)]
-            total = counts.total() + size
-            nats = -sum(math.log((counts[token] + 1) / total) for token in ids)
-            found.append((size, nats / len(ids), nats / math.log(2) / sum(len(text.encode()) for text in new)))
+    for name, split in UNITS.items():
+        counts = Counter(token for text in seen for token in split(text))
+        tokens = [token for text in new for token in split(text)]
+        total = counts.total() + len(counts)
+        nats = -sum(math.log((counts[token] + 1) / total) for token in tokens)
+        bits = nats / math.log(2) / sum(len(text.encode()) for text in new)
+        found.append((name, len(counts), nats / len(tokens), bits))
     return found
 
 
