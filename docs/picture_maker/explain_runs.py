@@ -100,7 +100,8 @@ def loss_records(language: str) -> Iterator[tuple[str, list[Curve], list[str]]]:
               "shuffled": ("shuffled-1", "divergence"), "garbage": ("garbage-1", "spike"),
               "repeated": ("repeated-5", "sudden drop"), "dead": ("dead-1", "dead source")}  # fmt: skip
     files = (RECORDS / "healthy.jsonl.gz", RECORDS / "faulty.jsonl.gz", GARBAGE)
-    runs = {run["run"]: run for path in files for run in map(json.loads, gzip.open(path, "rt", encoding="utf-8"))}
+    lines = [line for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
+    runs = {run["run"]: run for run in map(json.loads, lines)}
     for name, (run, rule) in wanted.items():
         yield name, _curves(runs[run]["lines"]), _finding(runs[run], rule, language)
 

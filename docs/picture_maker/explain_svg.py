@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from zero2all.base.charts.plot import Axis, Plot, colour
 from zero2all.base.units import show_number
@@ -17,14 +19,18 @@ STYLE = (
 FONTS = "system-ui, Noto Sans CJK SC, sans-serif"
 
 
+CHINESE = tomllib.loads(Path(__file__).with_name("explain_zh.toml").read_text(encoding="utf-8"))
+
+
 class Words:
-    """The texts of a picture in one language: ``words("weights", "权重")``."""
+    """The texts of a picture in one language: ``words("{n} ranks", n=2)``."""
 
     def __init__(self, language: str) -> None:
         self.language = language
 
-    def __call__(self, english: str, chinese: str) -> str:
-        return chinese if self.language == "zh" else english
+    def __call__(self, english: str, **values: object) -> str:
+        text = english if self.language == "en" else str(CHINESE[english])
+        return text.format(**values) if values else text
 
 
 class Canvas:
@@ -42,7 +48,8 @@ class Canvas:
         weight = ' font-weight="600"' if bold else ""
         paint = f' fill="{fill}"' if fill else ""
         self._parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}{paint}>{escape(words)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}{paint}>'
+            f"{escape(words)}</text>"
         )
 
     def box(
@@ -60,9 +67,7 @@ class Canvas:
     def path(self, points: Sequence[tuple[float, float]], line: str, width: float = 1.6, dash: str = "") -> None:
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        self._parts.append(
-            f'<polyline points="{places}" fill="none" stroke="{line}" stroke-width="{width}"{dashed}/>'
-        )
+        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{line}" stroke-width="{width}"{dashed}/>')
 
     def arrow(self, x: float, y: float, end: float) -> None:
         self.path([(x, y), (end - 2, y)], AXIS)
