@@ -48,18 +48,11 @@ def packing(w: Words) -> str:
     first = torch.zeros(1, sum(lengths), dtype=torch.bool)
     first[0, [0, 7, 17]] = True
     starts, document = document_starts(first)[0].tolist(), first[0].cumsum(0).tolist()
-    canvas, cell = (
-        Canvas(720, 446, w("One sequence of 24 tokens holds three documents")),
-        13,
-    )
+    canvas, cell = Canvas(720, 446, w("One sequence of 24 tokens holds three documents")), 13
     for place, number in enumerate(document):
         canvas.box(40 + 26.6 * place, 46, 25, 24, colour(number - 1))
         canvas.text(52.5 + 26.6 * place, 63, names[number - 1], "middle", fill="#fff")
-    titles = (
-        w("causal mask (default)"),
-        w("train.document_mask: true"),
-    )
-    for side, title in enumerate(titles):
+    for side, title in enumerate((w("causal mask (default)"), "train.document_mask: true")):
         left = 40 + 345 * side
         canvas.text(left, 98, title, bold=True)
         canvas.box(left, 106, cell * len(starts), cell * len(starts), line=GRID)
@@ -67,7 +60,8 @@ def packing(w: Words) -> str:
             for column in range(start if side else 0, row + 1):
                 fill = colour(document[row] - 1) if document[row] == document[column] else AXIS
                 canvas.box(left + cell * column, 106 + cell * row, cell - 1, cell - 1, fill)
-    canvas.text(40, 436, w("row: the token that reads; column: the token that is read; grey: a different document"), size=12)  # fmt: skip
+    note = w("row: the token that reads; column: the token that is read; grey: a different document")
+    canvas.text(40, 436, note, size=12)
     return canvas.svg()
 
 
@@ -90,7 +84,7 @@ def sample_order(w: Words) -> str:
         for step in (0, steps - 1) if not panel else ():
             canvas.text(left - 8, 88 + 22 * step, str(step), "end", 11)
     canvas.legend(30, 366, [(name, colour(number)) for name, number in SOURCE.items()])
-    canvas.text(30, 388, w("Number: the sequence in its source. Rows are steps. Seed 7, weights 5 : 3 : 1."), size=12)  # fmt: skip
+    canvas.text(30, 388, w("Number: the sequence in its source. Rows are steps. Seed 7, weights 5 : 3 : 1."), size=12)
     return canvas.svg()
 
 
@@ -190,10 +184,7 @@ def parity(w: Words) -> str:
         rows = [slice(rank * 4096 // ranks, (rank + 1) * 4096 // ranks) for rank in range(ranks)]
         added = sum((gradient(one, float(valid.sum())) for one in rows), torch.zeros_like(whole))
         means = sum((gradient(one, float(valid[one].sum())) / ranks for one in rows), torch.zeros_like(whole))
-        for name, found, paint in (
-            (w("summed, divided once"), added, 2),
-            (w("mean of means"), means, 3),
-        ):
+        for name, found, paint in ((w("summed, divided once"), added, 2), (w("mean of means"), means, 3)):
             share = float((found - whole).norm() / whole.norm())
             label = w("{n} ranks, {way}", n=ranks, way=name)
             bars.append(Bar(label, math.log10(share) + 8, f"{share:.1e}", colour=paint))
@@ -212,18 +203,10 @@ def threat_model(w: Words) -> str:
         (w("a web page on your laptop"), w("127.0.0.1, host check, key"), w("runs and model")),
         (w("other ranks' traffic"), w("none: private network"), w("weights")),
     )  # fmt: skip
-    canvas = Canvas(
-        760,
-        90 + 40 * len(rows),
-        w("What comes in, what stops it, what it would reach"),
-    )
+    canvas = Canvas(760, 90 + 40 * len(rows), w("What comes in, what stops it, what it would reach"))
     for number, (source, guard, reached) in enumerate(rows):
         y, is_open = 50 + 40 * number, number == len(rows) - 1
-        for x, width, words, paint in (
-            (20, 215, source, 1),
-            (275, 255, guard, 3 if is_open else 2),
-            (570, 170, reached, 0),
-        ):
+        for x, width, words, paint in ((20, 215, source, 1), (275, 255, guard, 2 + is_open), (570, 170, reached, 0)):
             canvas.box(x, y, width, 30, line=colour(paint), radius=5)
             canvas.text(x + width / 2, y + 20, words, "middle")
         canvas.arrow(235, y + 15, 275)
@@ -239,16 +222,12 @@ def story_world(w: Words) -> str:
     from picture_maker.explain_runs import story_bits
 
     bars = []
-    for language, label, unigram, model in (
-        ("en", w("English"), 2.069, 0.143),
-        ("zh", w("Chinese"), 1.458, 0.139),
-    ):
+    for language, label, unigram, model in (("en", w("English"), 2.069, 0.143), ("zh", w("Chinese"), 1.458, 0.139)):
         bits, size = story_bits(language)
         bars.append(Bar(label, unigram, w("{n:.3f} unigram model", n=unigram), 1))
         bars.append(Bar(label, model, w("{n:.3f} the quickstart's model", n=model), 0))
-        choices = w(
-            "{n:.3f} choices of the grammar: {bits:.0f} bits in {size:.0f} bytes", n=bits / size, bits=bits, size=size
-        )
+        text = "{n:.3f} choices of the grammar: {bits:.0f} bits in {size:.0f} bytes"
+        choices = w(text, n=bits / size, bits=bits, size=size)
         bars.append(Bar(label, bits / size, choices, 2))
     title = w("Bits per byte of a story: what the model needs, and what the grammar decided")
     return themed(bar_svg(title, bars))
@@ -274,7 +253,7 @@ def _rate(w: Words, speed: float) -> str:
 
 def fused_kernels(w: Words) -> str:
     """Published for the reference shape on one A800, torch 1.12.1."""
-    rows = (("naive", 9.85, 71.32), ("all fused", 3.23, 27.87), ("no flash-attn", 8.69, 65.43), 
+    rows = (("naive", 9.85, 71.32), ("all fused", 3.23, 27.87), ("no flash-attn", 8.69, 65.43),
             ("no rotary_emb", 3.51, 27.90), ("no xentropy", 3.37, 29.83), ("no apex RMSNorm", 3.78, 30.68),
             ("no xformers SwiGLU", 3.60, 29.79))  # fmt: skip
     bars = []
@@ -325,24 +304,18 @@ def loss_normal(w: Words) -> str:
             canvas.text(
                 x + 4, y + 234 + 17 * row, part, size=12, fill=colour(3) if name not in ("good", "garbage") else ""
             )
-    canvas.legend(54, 680, [(w("loss"), colour(8)), ("en", colour(0)), ("zh", colour(1))])
+    canvas.legend(54, 680, [("loss", colour(8)), ("en", colour(0)), ("zh", colour(1))])
     return canvas.svg()
 
 
 def memory_anatomy(w: Words) -> str:
     """Llama 2 7B on eight A100, as planned."""
     bars = []
-    series = ("shard: weights, gradients, optimizer", "gathered weights, gradients on their way", "activations and logits",
-              "CUDA, NCCL, margin")  # fmt: skip
+    series = ("shard: weights, gradients, optimizer", "gathered weights, gradients on their way",
+              "activations and logits", "CUDA, NCCL, margin")  # fmt: skip
     for recompute in ("none", "selective", "full"):
-        recipe = load_recipe_or_preset(
-            "7b",
-            [
-                "train.batch_tokens=1048576",
-                "train.micro_batch_tokens=8192",
-                f"parallel.activation_checkpointing={recompute}",
-            ],
-        )
+        batch = ["train.batch_tokens=1048576", "train.micro_batch_tokens=8192"]
+        recipe = load_recipe_or_preset("7b", [*batch, f"parallel.activation_checkpointing={recompute}"])
         parts = plan_run(recipe, Cluster.of(find_gpu("a100-80g"), 8)).memory.parts
         groups = [0, 0, 0, 0]
         for part in parts:
@@ -369,22 +342,31 @@ def torchrun(w: Words) -> str:
         label = w("{way}: stall {stall} s, recovery {recovery} s", way=name, stall=stall, recovery=recovery)
         curves.append(Curve(label, [point for point in line if point[1] < 60], colour=number))
     title = w("Time lost to failures and checkpoints, at the best interval")
-    plot = Plot(
-        title,
-        w("GPUs, 0.27% failures per card and day"),
-        w("% of the time"),
-        curves,
-        log_x=True,
-    )
+    plot = Plot(title, w("GPUs, 0.27% failures per card and day"), w("% of the time"), curves, log_x=True)
     return themed(line_svg(plot)).replace("(log scale)", w("(log scale)"))
 
 
 PAGES: dict[str, Picture] = {
-    "bits-per-byte": bits_per_byte, "packing": packing, "sample-order": sample_order, "zero": zero, "pipelines": pipelines,
-    "mfu": mfu, "checkpoint-interval": checkpoint_interval, "parity": parity, "threat-model": threat_model,
-    "story-world": story_world, "gpu-links": gpu_links, "fused-kernels": fused_kernels, "three-walls": three_walls,
-    "loss-normal": loss_normal, "memory-anatomy": memory_anatomy, "torchrun": torchrun,
-}  # fmt: skip
+    draw.__name__.replace("_", "-"): draw
+    for draw in (
+        bits_per_byte,
+        packing,
+        sample_order,
+        zero,
+        pipelines,
+        mfu,
+        checkpoint_interval,
+        parity,
+        threat_model,
+        story_world,
+        gpu_links,
+        fused_kernels,
+        three_walls,
+        loss_normal,
+        memory_anatomy,
+        torchrun,
+    )  # fmt: skip
+}
 
 
 def explain_svg(name: str) -> str:
