@@ -346,27 +346,11 @@ def torchrun(w: Words) -> str:
     return themed(line_svg(plot)).replace("(log scale)", w("(log scale)"))
 
 
-PAGES: dict[str, Picture] = {
-    draw.__name__.replace("_", "-"): draw
-    for draw in (
-        bits_per_byte,
-        packing,
-        sample_order,
-        zero,
-        pipelines,
-        mfu,
-        checkpoint_interval,
-        parity,
-        threat_model,
-        story_world,
-        gpu_links,
-        fused_kernels,
-        three_walls,
-        loss_normal,
-        memory_anatomy,
-        torchrun,
-    )  # fmt: skip
-}
+DRAWN = (
+    bits_per_byte, packing, sample_order, zero, pipelines, mfu, checkpoint_interval, parity, threat_model, story_world,
+    gpu_links, fused_kernels, three_walls, loss_normal, memory_anatomy, torchrun,
+)  # fmt: skip
+PAGES: dict[str, Picture] = {draw.__name__.replace("_", "-"): draw for draw in DRAWN}
 
 
 def explain_svg(name: str) -> str:
