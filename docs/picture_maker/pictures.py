@@ -88,7 +88,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
     "memory-anatomy": ("planner/rank_plan.py",),
     "mfu": ("model/cost/flops.py",),
     "packing": ("model/ops/attention.py::document_starts",),
-    "parity": ("bench/parity_cases.py::GRADIENT_TOLERANCE",),
+    "parity": ("bench/parity_cases.py",),
     "pipelines": ("planner/pipeline.py",),
     "sample-order": ("tokens/sample_order.py",),
     "story-world": ("storyworld/teller.py", "storyworld/plots.py"),
