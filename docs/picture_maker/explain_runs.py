@@ -31,10 +31,17 @@ GARBAGE = Path(__file__).with_name("garbage.jsonl.gz")
 T = TypeVar("T")
 
 
-UNITS: dict[str, Callable[[str], list[str]]] = {
-    "bytes": lambda text: [chr(byte) for byte in text.encode()],
-    "characters": list,
-    "words": lambda text: re.findall(r"\w+|\W", text),
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|\W", text)
+
+
+def _bytes(text: str) -> list[str]:
+    return [chr(byte) for byte in text.encode()]
+
+
+UNITS: dict[str, dict[str, Callable[[str], list[str]]]] = {
+    "en": {"bytes": _bytes, "words": _words},
+    "zh": {"bytes": _bytes, "characters": list},
 }
 
 
@@ -44,7 +51,7 @@ def unigram_by_unit(language: str, stories: int = 600) -> list[tuple[str, int, f
     texts = list(generate_stories(language, 7, stories))
     seen, new = texts[: -stories // 6], texts[-stories // 6 :]
     found = []
-    for name, split in UNITS.items():
+    for name, split in UNITS[language].items():
         counts = Counter(token for text in seen for token in split(text))
         tokens = [token for text in new for token in split(text)]
         total = counts.total() + len(counts)

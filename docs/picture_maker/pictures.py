@@ -98,9 +98,13 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
     "zero": ("planner/plan.py::ZeroPaper",),
 }
 """The page of each drawing, and the files below src/zero2all that it shows."""
-DRAWN = tuple(f"docs/picture_maker/explain{name}" for name in (".py", "_runs.py", "_svg.py", "_zh.toml"))
+MAKER = "docs/picture_maker"
+DRAWN = (f"{MAKER}/explain_svg.py", f"{MAKER}/explain_runs.py", f"{MAKER}/explain_zh.toml")
 DRAWINGS = tuple(
-    Drawing(f"explain/{page}{language}.svg", (*DRAWN, *(f"src/zero2all/{name}" for name in shown)))
+    Drawing(
+        f"explain/{page}{language}.svg",
+        (f"{MAKER}/explain.py::{page.replace('-', '_')}", *DRAWN, *(f"src/zero2all/{name}" for name in shown)),
+    )
     for page, shown in EXPLAINED.items()
     for language in ("", ".zh-CN")
 )
