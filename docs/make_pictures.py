@@ -14,23 +14,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from picture_maker.pictures import IMAGES, KEY, PICTURES, ROOT, PageShot, Picture, stored_fingerprint
+from picture_maker.pictures import IMAGES, KEY, PICTURES, ROOT, Drawing, PageShot, Picture, stored_fingerprint
 from picture_maker.runs import FIRST, Runs
 from zero2all.base.console import say
 
 
 def make(picture: Picture, runs: Runs) -> None:
+    path = ROOT / IMAGES / picture.name
+    if path.suffix == ".svg":
+        text = draw(picture, runs)
+        marked = re.sub(r"(<svg[^>]*>)", rf"\1<!-- {KEY} {picture.fingerprint()} -->", text, count=1)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(marked, encoding="utf-8", newline="\n")
+        return
     from PIL.PngImagePlugin import PngInfo
 
     from picture_maker.screenshots import file_image, page_image
-    from picture_maker.terminal_svg import terminal_svg
 
-    path = ROOT / IMAGES / picture.name
-    if path.suffix == ".svg":
-        text = terminal_svg(runs.quickstart())
-        marked = re.sub(r"(<svg[^>]*>)", rf"\1<!-- {KEY} {picture.fingerprint()} -->", text, count=1)
-        path.write_text(marked, encoding="utf-8", newline="\n")
-        return
     if isinstance(picture, PageShot):
         runs.quickstart()
         image = page_image(picture, runs.work / FIRST / "run")
@@ -39,6 +39,16 @@ def make(picture: Picture, runs: Runs) -> None:
     info = PngInfo()
     info.add_text(KEY, picture.fingerprint())
     image.save(path, optimize=True, pnginfo=info)
+
+
+def draw(picture: Picture, runs: Runs) -> str:
+    if isinstance(picture, Drawing):
+        from picture_maker.explain import explain_svg
+
+        return explain_svg(Path(picture.name).name)
+    from picture_maker.terminal_svg import terminal_svg
+
+    return terminal_svg(runs.quickstart())
 
 
 def main() -> None:

@@ -58,6 +58,11 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Drawing(Picture):
+    """A picture of docs/explain, computed by the code that its page explains."""
+
+
+@dataclass(frozen=True)
 class PageShot(Picture):
     """The live page of a run, or only some of its charts."""
 
@@ -74,6 +79,35 @@ class PageShot(Picture):
 
 RUN = (*STORIES, *PAGE)
 ENGLISH, DARK, CHINESE = "theme=light&lang=en", "theme=dark&lang=en", "theme=light&lang=zh"
+EXPLAINED: dict[str, tuple[str, ...]] = {
+    "bits-per-byte": ("storyworld/generate.py",),
+    "checkpoint-interval": ("checkpoint/checkpoint_interval.py",),
+    "fused-kernels": (),
+    "gpu-links": ("base/machine/gpu_specs.toml",),
+    "loss-normal": ("track/health_checks.py", "track/health_messages.toml"),
+    "memory-anatomy": ("planner/rank_plan.py",),
+    "mfu": ("model/cost/flops.py",),
+    "packing": ("model/ops/attention.py::document_starts",),
+    "parity": ("bench/parity_cases.py",),
+    "pipelines": ("planner/pipeline.py",),
+    "sample-order": ("tokens/sample_order.py",),
+    "story-world": ("storyworld/teller.py", "storyworld/plots.py"),
+    "three-walls": ("base/machine/gpu_specs.toml",),
+    "threat-model": (),
+    "torchrun": ("checkpoint/checkpoint_interval.py",),
+    "zero": ("planner/plan.py::ZeroPaper",),
+}
+"""The page of each drawing, and the files below src/zero2all that it shows."""
+MAKER = "docs/picture_maker"
+DRAWN = (f"{MAKER}/explain_svg.py", f"{MAKER}/explain_runs.py", f"{MAKER}/explain_zh.toml")
+DRAWINGS = tuple(
+    Drawing(
+        f"explain/{page}{language}.svg",
+        (f"{MAKER}/explain.py::{page.replace('-', '_')}", *DRAWN, *(f"src/zero2all/{name}" for name in shown)),
+    )
+    for page, shown in EXPLAINED.items()
+    for language in ("", ".zh-CN")
+)
 QUALITY = ("[data-chart='validation/*']", "[data-chart='stories/*']")
 PICTURES: tuple[Picture, ...] = (
     Picture("quickstart.svg", (*STORIES, *PRINTED)),
@@ -85,14 +119,15 @@ PICTURES: tuple[Picture, ...] = (
     PageShot("track-documents.png", RUN, f"{ENGLISH}&step=0:320", 1200, 760, ready=LOSSES_COMPUTED),
     PageShot("stories-quality.png", RUN, ENGLISH, 1280, 1200, parts=QUALITY),
     Picture("corpus-report.png", CORPUS_PAGE),
+    *DRAWINGS,
 )
 
 
 def problems(root: Path = ROOT, pictures: Sequence[Picture] = PICTURES) -> list[str]:
     """Images that are missing, stale, not made by the script or shown on no page."""
     folder, known = root / IMAGES, {picture.name: picture for picture in pictures}
-    found = {path.name: path for path in folder.iterdir()}
-    shown = set(re.findall(r"images/([\w.-]+)", "\n".join(_pages(root))))
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    shown = set(re.findall(r"images/([\w./-]+)", "\n".join(_pages(root))))
     listed = [f"{name}: missing" for name in known if name not in found]
     for name, path in sorted(found.items()):
         if name not in known:
