@@ -25,7 +25,7 @@ from zero2all.recipe import PRESETS, Recipe, builtin_recipe_path, load_recipe_or
 from zero2all.storyworld import LANGUAGES
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
+PAGES = ("*.md", "docs/**/*.md", "recipes/*.md", "examples/*.md")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 SHAPE = (
@@ -41,7 +41,7 @@ SHAPE_CHINESE = (
 def filled_pages() -> dict[Path, str]:
     """Each page with a generated part, and its text as it should be."""
     found = {}
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")):
+    for path in sorted(path for pattern in PAGES for path in ROOT.glob(pattern)):
         text = path.read_text("utf-8")
         if FRAGMENT.search(text):
             found[path] = FRAGMENT.sub(functools.partial(_filled, path), text)
@@ -125,7 +125,7 @@ def recipe_value(name: str, chinese: bool) -> str:
 Fragment = Callable[[str, bool], str]
 """From the text between the markers, and whether the page is Chinese, to the text that should be there."""
 FRAGMENTS: dict[str, Fragment] = {
-    "extras": lambda text, chinese: same_names(text, extras()),
+    "extras": lambda text, chinese: same_names(text, extras().keys() - {"docs"}),  # builds the site; no user needs it
     "extras-outside-dev": extras_outside_dev,
     "layers": layers,
     "optimizers": lambda text, chinese: same_names(text, builtin_names("optimizer")),

@@ -6,7 +6,7 @@ from reference_generator.markdown import first_paragraph, page, prose, table, va
 from zero2all.base.plugins import KINDS, Plugin, builtin, builtin_names
 
 PLUGINS_INTRODUCTION = """\
-What the recipe names can be built in, installed or in a module of your own: see [extend.md](../guides/extend.md).
+What the recipe names can be built in, installed or in a module of your own: see [plugins](../how-to/extend/plugins.md).
 `z2a plugins` lists the installed ones."""
 
 
