@@ -52,8 +52,8 @@ def url_of(page: str) -> str:
 
 @pytest.mark.slow
 def test_every_page_is_there_in_both_languages(site: Path) -> None:
-    missing = [f"{where}{page}" for where in ("", "zh-CN/") for page in NAV if not (site / where / url_of(page)).is_dir()]
-    assert missing == []
+    wanted = [f"{where}{url_of(page)}" for where in ("", "zh-CN/") for page in NAV]
+    assert [one for one in wanted if not (site / one / "index.html").is_file()] == []
     for page in ("start/install.md", "how-to/survive/hang.md"):
         for where, language in (("", "en"), ("zh-CN/", "zh")):
             text = (site / where / url_of(page) / "index.html").read_text("utf-8")
@@ -68,7 +68,7 @@ def test_every_page_is_there_in_both_languages(site: Path) -> None:
 def test_no_page_asks_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= 2 * len(NAV)
-    assert {path: EXTERNAL.findall(path.read_text("utf-8")) for path in pages if EXTERNAL.search(path.read_text("utf-8"))} == {}
+    assert [(path.name, found) for path in pages for found in EXTERNAL.findall(path.read_text("utf-8"))] == []
 
 
 @pytest.mark.slow
@@ -160,7 +160,9 @@ def test_abbreviations_come_from_the_glossary() -> None:
 
 
 def test_the_map_for_programs_has_the_first_sentence_of_a_page() -> None:
-    page = "# Fetch\n\n<!-- generated -->\n\n![a](b.svg)\n\nUse this when *text* is [away](x.md): it comes. Then more.\n"
+    page = (
+        "# Fetch\n\n<!-- generated -->\n\n![a](b.svg)\n\nUse this when *text* is [away](x.md): it comes.\n"
+    )
     assert title_and_first_sentence(page) == ("Fetch", "Use this when text is away")
 
 

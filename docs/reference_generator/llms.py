@@ -16,8 +16,8 @@ INTRODUCTION = """\
 
 > A Python and PyTorch toolkit that pretrains language models from raw text, end to end: corpus cleaning and
 > deduplication, bounded-memory BPE tokenizer training, Megatron-compatible token store, distributed and fault-tolerant
-> training, validation, fine-tuning and alignment, Hugging Face and GGUF export, an OpenAI-compatible server. One command
-> (`z2a`), one YAML recipe. Apache-2.0. Alpha.
+> training, validation, fine-tuning and alignment, Hugging Face and GGUF export, an OpenAI-compatible server. One
+> command (`z2a`), one YAML recipe. Apache-2.0. Alpha.
 
 Every stage is a command and a Python function that reads and writes directories. Every command takes `--json` and has
 an example in `--help`. `z2a recipe schema` prints the JSON Schema of recipes, `z2a recipe check` reports every mistake.

@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 
 LINKS = "[Recipe](recipe.md) · [Command line](cli.md) · [Python API](python.md) · [Errors](errors.md)"
-LINKS_CHINESE = "[配方](recipe.zh-CN.md) · [命令行](cli.zh-CN.md) · [Python API](python.md) · [错误信息](errors.zh-CN.md)"
+LINKS_CHINESE = (
+    "[配方](recipe.zh-CN.md) · [命令行](cli.zh-CN.md) · [Python API](python.md) · [错误信息](errors.zh-CN.md)"
+)
 NOTE = "<!-- Generated: change the docstrings in src/zero2all and run `python docs/generate_reference.py`. -->"
 
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from reference_generator.error_messages import Message, messages, templates
 from typer.testing import CliRunner
 
+from reference_generator.error_messages import Message, messages, templates
 from tests.test_docs import anchors
 from zero2all.base.errors import RecipeError, RecipeProblem
 from zero2all.cli.error_pages import ERROR_PAGES, REFERENCE, help_anchor

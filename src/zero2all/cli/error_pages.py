@@ -97,7 +97,9 @@ ERROR_PAGES = {
     "source-kind": ErrorPage(r" trains on sources of kind ", "how-to/data/conversations"),
     "source-not-found": ErrorPage(r"^corpus source .*: (?:nothing at|no files in|empty path)", _DATA),
     "ssh": ErrorPage(r"ssh cannot be started|is not ssh://", "how-to/watch/ssh"),
-    "store-access": ErrorPage(r"^the store refuses access|^no keys for|^no store answers", "how-to/data/object-storage"),
+    "store-access": ErrorPage(
+        r"^the store refuses access|^no keys for|^no store answers", "how-to/data/object-storage"
+    ),
     "tokenizer-in-use": ErrorPage(r"is the tokenizer of .* and is not replaced", _DATA),
     "unfinished-stage": ErrorPage(r" are not finished: run '", _DATA),
     "vocabulary-size": ErrorPage(r"^model\.vocab_size is .*, but the tokenizer has", _DATA),
