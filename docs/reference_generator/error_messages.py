@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+import itertools
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,45 +83,67 @@ def messages() -> list[Message]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and node.args and _name(node.func) in source().errors | {PRINTED_BY_CLI}
         for template in templates(node.args[0])
-        if any(character.isalpha() for character in template.partition("{")[0] + template.rpartition("}")[2])
+        if re.search(r"[a-z]{2}", re.sub(r"\{[^}]*\}", "", template))
     }
     own = {Message("base/errors.py", text) for text in OWN_MESSAGES.values()}
     return sorted(found | own, key=lambda one: (one.package, one.template.lower()))
 
 
-def templates(node: ast.AST, depth: int = 1) -> Iterator[str]:
+def templates(node: ast.AST, depth: int = 1) -> list[str]:
     """What an expression can be. Of a call of our own function, what it returns."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.JoinedStr):
-        yield "".join(one.value if isinstance(one, ast.Constant) else _filled(one) for one in node.values)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        for left in templates(node.left, depth) or [UNKNOWN]:
-            for right in templates(node.right, depth) or [UNKNOWN]:
-                yield left + right
-    elif isinstance(node, ast.IfExp):
-        yield from templates(node.body, depth)
-        yield from templates(node.orelse, depth)
-    elif isinstance(node, ast.Name) and node.id in source().constants:
-        yield source().constants[node.id]
-    elif isinstance(node, ast.Call):
-        yield from _templates_of_call(node, depth)
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return _joined([_parts(one, depth) for one in node.values])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _joined([templates(side, depth) or [UNKNOWN] for side in (node.left, node.right)])
+    if isinstance(node, ast.IfExp):
+        return templates(node.body, depth) + templates(node.orelse, depth)
+    if isinstance(node, ast.Name) and node.id in source().constants:
+        return [source().constants[node.id]]
+    if isinstance(node, ast.Call):
+        return _templates_of_call(node, depth)
+    return []
 
 
-def _templates_of_call(node: ast.Call, depth: int) -> Iterator[str]:
+def _joined(parts: list[list[str]]) -> list[str]:
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def _parts(node: ast.expr, depth: int) -> list[str]:
+    """A piece of an f-string: text, a message of our own function, or what is filled in."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    assert isinstance(node, ast.FormattedValue)
+    is_message = isinstance(node.value, ast.Call) and _name(node.value.func).endswith("_message")
+    return (templates(node.value, depth) if is_message else []) or [_filled(node.value)]
+
+
+def _templates_of_call(node: ast.Call, depth: int) -> list[str]:
     name = _name(node.func)
     if name == "join" and node.args and isinstance(node.args[0], ast.List):
-        parts = [part for part in node.args[0].elts if not isinstance(part, ast.Starred)]
-        yield "\n".join(next(templates(part, depth), UNKNOWN) for part in parts)
-    elif (function := source().functions.get(name)) is not None and depth:
-        for part in ast.walk(function):
-            if isinstance(part, ast.Return) and part.value is not None:
-                yield from templates(part.value, depth - 1)
+        lines = [part for part in node.args[0].elts if not isinstance(part, ast.Starred)]
+        return ["\n".join((templates(line, depth) or [UNKNOWN])[0] for line in lines)]
+    if (function := source().functions.get(name)) is None or not depth:
+        return []
+    lists = {
+        target.id: one.value
+        for one in ast.walk(function)
+        if isinstance(one, ast.Assign)
+        for target in one.targets
+        if isinstance(target, ast.Name) and isinstance(one.value, ast.List)
+    }
+    found = []
+    for part in ast.walk(function):
+        if isinstance(part, ast.Return) and part.value is not None:
+            value = part.value
+            if isinstance(value, ast.Call) and _name(value.func) == "join" and isinstance(value.args[0], ast.Name):
+                value = ast.Call(value.func, [lists.get(value.args[0].id, value.args[0])], [])  # the list it starts as
+            found += templates(value, depth - 1)
+    return found
 
 
-def _filled(node: ast.AST) -> str:
-    assert isinstance(node, ast.FormattedValue)
-    value = node.value
+def _filled(value: ast.expr) -> str:
     if isinstance(value, ast.Name) and value.id in source().constants:
         return source().constants[value.id]
     if isinstance(value, ast.Call) and _name(value.func) in {"len", "sum", "max", "min", "count_text"}:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from reference_generator.error_messages import Message, messages
 from reference_generator.markdown import page, table
 from zero2all.cli.error_pages import ERROR_PAGES, ErrorPage
+
+DOCS = Path(__file__).parents[1]
 
 
 class Words(NamedTuple):
@@ -53,7 +57,8 @@ def errors_page(*, chinese: bool = False) -> str:
     shown = {one for found in frequent.values() for one in found}
     parts = [words.introduction, f"## {words.frequent}"]
     for code, known in ENTRIES:
-        link = words.what_to_do.format(title=known.page, page=f"../{known.page}{'.zh-CN' if chinese else ''}.md")
+        name = f"{known.page}{'.zh-CN' if chinese else ''}.md"
+        link = words.what_to_do.format(title=title_of(name), page=posixpath.relpath(name, "reference"))
         parts += [f"### {code}", "\n".join(f"- {span(one)}" for one in frequent[code]), link]
     parts.append(f"## {words.others}")
     for package in sorted({one.package for one in messages()}):
@@ -63,6 +68,13 @@ def errors_page(*, chinese: bool = False) -> str:
 
 
 ENTRIES: list[tuple[str, ErrorPage]] = sorted(ERROR_PAGES.items())
+
+
+def title_of(name: str) -> str:
+    """The heading of a page, or its path as long as the page is not written."""
+    path = DOCS / name
+    heading = re.search(r"^# (.+)$", path.read_text("utf-8"), re.MULTILINE) if path.exists() else None
+    return heading[1] if heading else name
 
 
 def span(message: Message) -> str:

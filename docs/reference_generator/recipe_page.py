@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,7 +79,8 @@ def recipe_page(say: Say = english) -> str:
 
 def untested_text(say: Say) -> str:
     untested = [f"`{path}`" for path in VALUE_PATHS if path not in key_tests()]
-    return say("No test sets {}.").format(", ".join(untested)) if untested else say("A test sets each of them.")
+    none, some = say("A test sets each of them."), say("No test sets {}.")
+    return some.format(", ".join(untested)) if untested else none
 
 
 def key_table(section: type[Section], prefix: str, say: Say) -> str:
@@ -114,7 +116,8 @@ def type_text(key: Key, say: Say) -> str:
 
 def one_of(choices: list[str], say: Say) -> str:
     *others, last = choices
-    return say("{} or {}").format(say(", ").join(others), last) if others else last
+    text = say("{} or {}").format(say(", ").join(others), last) if others else last
+    return re.sub(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])", "", text)  # a space between Chinese words is a typo
 
 
 def hint_text(hint: Any, say: Say = english, metadata: Iterable[Any] = ()) -> str:
@@ -139,7 +142,7 @@ def alternatives(hint: Any, say: Say, metadata: Iterable[Any] = ()) -> list[str]
         return [text for part in parts for text in alternatives(part, say, metadata)]
     if origin is list or (origin is tuple and parts[-1] is Ellipsis):
         inner = hint_text(parts[0], say)
-        return [say("list of {}").format(f"({inner})" if len(alternatives(parts[0], say)) > 1 else inner)]
+        return [say("list of {}").format(f"({inner})" if " or " in hint_text(parts[0]) else inner)]
     if origin is tuple:
         return [say("list of {}: {}").format(len(parts), hint_text(parts[0], say))]
     if origin is dict:
