@@ -50,13 +50,17 @@ def source() -> Source:
         path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(SOURCE.rglob("*.py"))
     }
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    constants = {
-        target.id: str(node.value.value)
-        for tree in trees.values()
-        for node in tree.body
+    assigned = [
+        (target.id, node.value.value)
+        for node in nodes
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value.value, str | int)
+        if isinstance(target, ast.Name)
+    ]
+    constants = {  # also of functions, if no other has the name
+        name: str(value)
+        for name, value in assigned
+        if isinstance(value, str | int) and (name.isupper() or [other for other, _ in assigned].count(name) == 1)
     }
     functions = {
         node.name: node

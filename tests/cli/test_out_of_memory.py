@@ -1,6 +1,8 @@
-"""Out of memory is no bug: the error says what to change."""
+"""Out of memory is no bug, nor is the loss of another rank: the error says what to change or where to look."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,3 +39,20 @@ def test_the_error_says_what_to_change(allocate: object, monkeypatch: pytest.Mon
     assert "train.micro_batch_tokens" in done.stderr
     assert "bug" not in done.stderr
     assert "documentation" not in done.stderr
+
+
+def lose_a_peer(*words: object, **options: object) -> None:
+    raise RuntimeError("[enforce fail at pair.cc:553] Read error [127.0.0.1]:4711: Connection reset by peer. GLHF!")
+
+
+def test_a_rank_that_loses_another_has_no_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("zero2all.recipe.load_recipe", lambda *words: None)
+    monkeypatch.setattr("zero2all.train.train", lose_a_peer)
+    alone = CliRunner().invoke(app, ["train", "recipe.yaml"])
+    assert "this is a bug" in alone.stderr
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    done = CliRunner().invoke(app, ["train", "recipe.yaml"])
+    assert done.exit_code == 1
+    assert "lost the connection to another rank" in done.stderr
+    assert "bug" not in done.stderr
+    assert "Connection reset by peer" in (tmp_path / "error.json").read_text(encoding="utf-8")  # the agent reads it

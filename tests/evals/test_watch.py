@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from tests.evals.bench.fakes import write_benchmarks
@@ -67,7 +69,10 @@ def test_every_checkpoint_is_evaluated_once(run: Path, suite: ProbeSuite, tmp_pa
     assert any("tokenizer of" in verdict.why for verdict in report.verdicts)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert watch_run(str(run), options).evaluated == []
-    more = WatchOptions(options.suites, data, ("arc_easy", "gsm8k"), 3)
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe["evals"]["benchmarks"] = [{"name": "arc_easy"}, "gsm8k"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    more = replace(options, tasks=())  # those of the recipe
     lines = (run / "evals.jsonl").read_text("utf-8").splitlines()
     assert watch_run(str(run), more, once=True).evaluated == [1, 2, 3]
     added = (run / "evals.jsonl").read_text("utf-8").splitlines()[len(lines) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
@@ -60,6 +60,9 @@ class Spy:
     def loss(self, rows: Rows, batch: Batch) -> float:
         self._observed.loss = self._objective.loss(rows, batch)
         return self._observed.loss
+
+    def idle_reason(self, batch: Batch, metrics: Mapping[str, float]) -> str | None:
+        return self._objective.idle_reason(batch, metrics)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         self._observed.metrics = self._objective.metrics(rows)

@@ -26,7 +26,7 @@ from tests.oracle.workspace import Workspace
 from zero2all.base.errors import RecipeError
 from zero2all.tokenizer import Tokenizer
 from zero2all.tokens import TokenStore
-from zero2all.train.objectives.answers import AnswerSources
+from zero2all.train.objectives.completions import CompletionSources
 from zero2all.train.plan import Plan
 
 LLAMA = next(template for template in TEMPLATES if template.name == "Llama 3")
@@ -125,9 +125,9 @@ def test_the_divergence_of_kto_is_that_of_prompts_with_answers_to_other_prompts(
     step, models = observe(recipe), Models(workspace)
     models.trained.load(step.weights)
     plan = Plan(recipe, TokenStore(recipe.tokens_dir, "train"))
-    stage, mismatched, ratios = plan.stage_of(1), AnswerSources(recipe, plan).mismatched, []
+    stage, mismatched, ratios = plan.stage_of(1), CompletionSources(recipe, plan, mismatched=True).mismatched, []
     known = {one.prompt: one for one in tokenizer.documents if any(one.targets)}
-    for source, number in stage.dataset.answer_documents(*stage.sample_range(1)):
+    for source, number in stage.dataset.completion_documents(*stage.sample_range(1)):
         tokens, mask = mismatched[source].read(number)
         *ids, _ = tokens.tolist()  # without the end of the document
         pair = TokenSequence(tuple(ids), tuple(mask.tolist()[:-1]))

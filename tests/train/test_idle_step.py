@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zero2all.recipe.objective import ObjectiveRecipe
-from zero2all.train.objectives.step import idle_reason
+from zero2all.train.objectives.grpo_step import why_truncated
+from zero2all.train.objectives.step import why_idle
 
 GRPO = {"name": "grpo", "max_answer_tokens": 16, "grpo": {"rewards": ["a:b"]}}
 UNMASKED = {"name": "grpo", "grpo": {"rewards": ["a:b"], "mask_truncated": False}}
@@ -17,9 +18,11 @@ UNMASKED = {"name": "grpo", "grpo": {"rewards": ["a:b"], "mask_truncated": False
 def reason(
     objective: dict[str, Any], metrics: dict[str, float], targets: int = 100, examples: int | None = None
 ) -> str:
-    answers = None if examples is None else SimpleNamespace(counts=SimpleNamespace(examples=examples))
-    batch: Any = SimpleNamespace(global_valid_tokens=targets, answers=answers)
-    return idle_reason(batch, ObjectiveRecipe.model_validate(objective), metrics) or ""
+    if objective["name"] == "grpo":
+        return why_truncated(ObjectiveRecipe.model_validate(objective), metrics) or ""
+    completions = None if examples is None else SimpleNamespace(counts=SimpleNamespace(examples=examples))
+    batch: Any = SimpleNamespace(global_valid_tokens=targets, completions=completions)
+    return why_idle(batch) or ""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,7 @@ def reason(
         ({"name": "sft"}, {}, {"targets": 0}, "z2a tokens inspect"),
         ({"name": "sft"}, {}, {"targets": 1}, ""),
         ({"name": "pretrain"}, {}, {}, ""),
-        ({"name": "dpo"}, {}, {"examples": 0}, "no answers"),
+        ({"name": "dpo"}, {}, {"examples": 0}, "no completions"),
         ({"name": "dpo"}, {}, {"examples": 3}, ""),
     ],
 )

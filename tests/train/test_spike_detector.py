@@ -237,7 +237,7 @@ class FakeDataset:
 def handle_spike(rank: int, batch: tuple[int, int]) -> tuple[FakeDataset, list[dict[str, Any]]]:
     dataset, events = FakeDataset(), []
     record: Any = SimpleNamespace(event=lambda kind, **values: events.append({"event": kind, **values}))
-    objective = SimpleNamespace(name="pretrain")
+    objective = SimpleNamespace(plugin=SimpleNamespace(is_around_zero=False))
     job: Any = SimpleNamespace(
         recipe=SimpleNamespace(train=SimpleNamespace(objective=objective)),
         guard=SimpleNamespace(check=lambda *_: "loss 9", recipe=SimpleNamespace(policy="warn")),

@@ -157,8 +157,11 @@ def _with_conventions(function: Callable[Parameters, Result], interrupted: str) 
                 _exit_with_error(
                     f"out of memory: {first_line}; {OUT_OF_MEMORY_ADVICE}", 1, as_json=as_json, error=error
                 )
-            if ERROR_FILE not in os.environ:  # under an agent, which shows the one that matters
+            if ERROR_FILE not in os.environ:
                 say(traceback.format_exc().rstrip())
+            elif _has_lost_peer(error):  # the agent shows the rank that matters
+                lost = "lost the connection to another rank, which ended first: its error is the cause"
+                _exit_with_error(lost, 1, as_json=as_json, error=error)
             _exit_with_error(
                 f"this is a bug in zero2all: {type(error).__name__}: {error}", 1, as_json=as_json, error=error
             )
@@ -166,6 +169,12 @@ def _with_conventions(function: Callable[Parameters, Result], interrupted: str) 
             result.show(as_json=as_json)
 
     return wrapped
+
+
+def _has_lost_peer(error: Exception) -> bool:
+    from zero2all.cluster.launch.exit_reason import CONNECTION_LOST
+
+    return CONNECTION_LOST.search(str(error)) is not None
 
 
 def parse_size(option: str, size: str | None) -> int | None:

@@ -82,7 +82,7 @@ ERROR_PAGES = {
     "out-of-memory": ErrorPage(r"^out of memory: ", _MEMORY),
     "outlier-steps": ErrorPage(r" outlier steps in a row", "how-to/survive/spike"),
     "past-the-end": ErrorPage(r"^the run in .* is at step .* already", _RESUME),
-    "peer-lost": ErrorPage(r"a peer was lost", _HANG),
+    "peer-lost": ErrorPage(r"a peer was lost|^lost the connection to another rank", _HANG),
     "pickle-weights": ErrorPage(r"has its weights only as a pickle file", "how-to/train/continue-pretraining"),
     "plugin-not-loaded": ErrorPage(r" cannot be loaded \(", "how-to/extend/plugins"),
     "port-in-use": ErrorPage(r"cannot be bound|cannot listen on", _NETWORK),

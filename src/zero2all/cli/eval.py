@@ -47,7 +47,9 @@ Suites = Annotated[
 ]
 Tasks = Annotated[
     list[str] | None,
-    typer.Argument(help="Names of benchmarks, such as arc_easy. Default: all in the directory.", metavar="[TASK]..."),
+    typer.Argument(
+        help="Names of benchmarks. Default: evals.benchmarks, or all in the directory.", metavar="[TASK]..."
+    ),
 ]
 Forms = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ from zero2all.base.console import say, warn
 from zero2all.base.errors import UsageError, Z2aError
 from zero2all.base.findings import Finding
 from zero2all.base.io import MANIFEST, fingerprint
+from zero2all.base.plugins import PluginSpec, split_spec
 from zero2all.checkpoint.training_state import read_lineage
 from zero2all.evals.bench import BenchOptions, BenchResult, run_bench
 from zero2all.evals.bench.tasks import find_tasks
@@ -39,10 +40,15 @@ class WatchOptions:
     suites: tuple[ProbeSuite, ...] = ()
     data: Path | None = None
     """Directory with the files of benchmarks; None for no benchmarks."""
-    tasks: tuple[str, ...] = ()
-    """Names of benchmarks; empty for all in ``data``."""
+    tasks: tuple[PluginSpec, ...] = ()
+    """Benchmarks; empty for all in ``data``."""
     limit: int | None = 200
     """Items of a benchmark, the same ones for every checkpoint."""
+
+    def benchmarks(self) -> dict[str, PluginSpec]:
+        """By name."""
+        tasks = () if self.data is None else self.tasks or find_tasks(self.data)
+        return {split_spec(task)[0]: task for task in tasks}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ def watch_run(
     With ``once``, evaluate those that are there. A watcher that is stopped is continued by the same call.
     """
     run = Run.open(target)
-    if options.data is not None and not (options.tasks or find_tasks(options.data)):
+    options = replace(options, tasks=options.tasks or tuple(run.recipe.evals.benchmarks))
+    if options.data is not None and not options.benchmarks():
         raise UsageError(f"{options.data} has no files of a known benchmark")
     os.nice(NICE)
     evaluated: list[int] = []
@@ -80,7 +87,8 @@ def watch_run(
                 warn(f"checkpoint {step} is left out: {error}")
                 continue
             evaluated.append(step)
-            _say_verdicts(run)
+            for verdict in _verdicts(run):
+                say(str(verdict))
         if once or has_ended:
             return WatchReport(target, evaluated, failed, _verdicts(run))
         wait(poll_seconds)
@@ -101,15 +109,10 @@ def _pending(run: Run, options: WatchOptions, failed: dict[int, str]) -> dict[in
 
 
 def _wanted(run: Run, options: WatchOptions) -> Iterator[Part]:
-    if _has_texts(run):
+    if (run.recipe.tokens_dir / MANIFEST).exists():  # it has texts
         yield "loss", BITS_PER_BYTE
     yield from (("probes", suite.name) for suite in options.suites)
-    if options.data is not None:
-        yield from (("bench", task) for task in options.tasks or find_tasks(options.data))
-
-
-def _has_texts(run: Run) -> bool:
-    return (run.recipe.tokens_dir / MANIFEST).exists()
+    yield from (("bench", name) for name in options.benchmarks())
 
 
 def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part]) -> None:
@@ -122,7 +125,7 @@ def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part
     for suite in options.suites:
         if ("probes", suite.name) in missing:
             append_evals(directory, probe_lines(step, evaluate_suite(model, location.tokenizer, suite)))
-    tasks = sorted(suite for kind, suite in missing if kind == "bench")
+    tasks = [spec for name, spec in sorted(options.benchmarks().items()) if ("bench", name) in missing]
     if options.data is not None and tasks:
         target = EvalTarget(model, location.tokenizer, location.name, step, directory)
         report = run_bench([target], options.data, tasks, BenchOptions(limit=options.limit))
@@ -131,11 +134,6 @@ def _evaluate(location: TargetLocation, options: WatchOptions, missing: set[Part
 
 def _verdicts(run: Run) -> list[Finding]:
     return verdicts(read_run_view(run.directory).eval_curves(), run.tokenizer().vocab_size)
-
-
-def _say_verdicts(run: Run) -> None:
-    for verdict in _verdicts(run):
-        say(str(verdict))
 
 
 def loss_lines(step: int, report: LossReport) -> list[EvalLine]:

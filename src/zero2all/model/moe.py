@@ -108,7 +108,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self) -> None:
-        """Once a step: experts with less than their share become a little likelier (https://arxiv.org/abs/2408.15664)."""
+        """Once per step: experts with less than their share become a little likelier (https://arxiv.org/abs/2408.15664)."""
         if self.config.load_balancing == "bias":
             self.bias += self.config.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()

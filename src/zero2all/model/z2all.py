@@ -298,7 +298,7 @@ class Z2all(OpsModule):
         self.rotary_2SE = rotary_table(self.config, self.config.max_position_embeddings, self.rotary_2SE.device)
 
     def update_expert_bias(self) -> None:
-        """Once a step, after the optimizer: experts that had too little to do become likelier, where a bias is used."""
+        """Once per step, after the optimizer: where a bias is used, experts with too little work become likelier."""
         for layer in self._moe_layers():
             layer.update_expert_bias()
 

@@ -244,7 +244,7 @@ class ParallelModel:
         return local
 
     def update_expert_bias(self) -> None:
-        """Once a step, after the optimizer: move the biases of experts by their load over all ranks."""
+        """Once per step, after the optimizer: move the biases of experts by their load over all ranks."""
         moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         if moe_layers and self.mesh.dims.dp * self.mesh.dims.cp > 1:
             loads = torch.stack([layer.load for layer in moe_layers])

@@ -194,7 +194,7 @@ def search_text(result: SearchResult) -> str:
     lines = [f"{result.tried:,} layouts tried, {result.fitting:,} fit"]
     for number, one in enumerate(result.best, 1):
         lines += [
-            f"{number:>2}. {one.step:.3g} s a step, {show_rate(one.tokens_per_second)}, MFU {one.mfu:.1%}, "
+            f"{number:>2}. {one.step:.3g} s per step, {show_rate(one.tokens_per_second)}, MFU {one.mfu:.1%}, "
             f"{show_bytes(one.memory)} a rank: {one.why}",
             f"    {' '.join(one.overrides)}",
         ]

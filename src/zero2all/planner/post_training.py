@@ -52,10 +52,8 @@ class TeacherPlan:
 def plan_rollouts(workload: Workload, layout: Layout) -> Rollouts | None:
     """None if no answers are sampled, or elsewhere."""
     objective = workload.objective
-    copies, length = objective.grpo.group_size, objective.max_answer_tokens
-    if objective.name == "distill" and objective.distill.on_policy:
-        copies = 1
-    elif objective.name != "grpo" or objective.grpo.endpoint is not None:
+    copies, length = objective.plugin.samples_per_prompt(objective), objective.max_answer_tokens
+    if not copies:
         return None
     dims = layout.dims
     answers = math.ceil(copies * workload.batch_tokens // workload.seq_len / (dims.dp_replicate * dims.dp_shard))
@@ -66,7 +64,7 @@ def plan_rollouts(workload: Workload, layout: Layout) -> Rollouts | None:
 
 def plan_teacher(workload: Workload, layout: Layout) -> TeacherPlan | None:
     objective = workload.objective
-    if objective.name != "distill":
+    if not objective.plugin.has_teacher:
         return None
     found = _teacher_config(objective.distill.teacher, workload.config.vocab_size)
     parameters = workload.parts.total if found is None else count_parameters(found).total

@@ -264,7 +264,7 @@ def layout_tips(workload: Workload, cluster: Cluster, layout: Layout, step: Plan
             dims.pp > 1
         ),
         "replicas: HSDP keeps the all-gathers of weights in smaller groups with faster links": dims.dp_replicate > 1,
-        "ZeRO-1: it reduces gradients once a step; ZeRO-2 and 3 do so with every micro-batch": (
+        "ZeRO-1: it reduces gradients once per step; ZeRO-2 and 3 do so with every micro-batch": (
             layout.uses_fsdp and layout.accumulates and zero_stage(layout.parallel) == 1
         ),
         "no recomputation: memory is enough, and it would cost up to a third more FLOPs": (

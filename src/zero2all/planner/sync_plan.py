@@ -138,7 +138,7 @@ def _recommend(rows: list[SyncMethod]) -> str:
 def sync_lines(plan: SyncPlan) -> list[str]:
     lines = [f"synchronization over this link ({8 * plan.bandwidth / 1e9:.3g} Gb/s a GPU):"]
     for row in plan.methods:
-        numbers = f"{show_bytes(row.bytes):>9} a step  {row.seconds:>8.3g}s  {row.tokens_per_second:>10,.0f} tok/s"
+        numbers = f"{show_bytes(row.bytes):>9} per step  {row.seconds:>8.3g}s  {row.tokens_per_second:>10,.0f} tok/s"
         text = f"  {row.name:<18}{numbers}  {row.changes}"
         lines.append(text.rstrip() if row.fits else f"{text}; does not fit into memory")
     return [*lines, f"  try {plan.recommendation}"]

@@ -255,7 +255,7 @@ class Layout:
 
     @property
     def frees_weights(self) -> bool:
-        """Whether FSDP gathers the weights for every forward and every backward, not once a step."""
+        """Whether FSDP gathers the weights for every forward and every backward, not once per step."""
         return reshard_after_forward(self.parallel) is not False
 
     def stages_of(self, workload: Workload, pp_rank: int) -> tuple[range, ...]:

@@ -37,8 +37,8 @@ class SourceRecipe(Section):
     same kind."""
     kind: SourceKind = "text"
     """What the records are: ``text``; ``chat`` for conversations (OpenAI, ShareGPT, Alpaca, MOSS); ``preference`` for
-    pairs of a chosen and a rejected answer (DPO); ``rating`` for answers with a label (KTO). All but text are tokenized
-    through the chat template of the tokenizer. Set it to what ``train.objective.name`` trains on."""
+    preference pairs, a chosen and a rejected completion (DPO); ``rating`` for completions with a label (KTO). All but
+    text are tokenized through the chat template of the tokenizer. Set it to what ``train.objective.name`` trains on."""
     reader: PluginSpec | None = None
     """Reader of all files: a built-in format such as csv, the name of an installed plugin, or ``module:function``,
     alone or as a mapping with ``name`` and options. Set it for a format that zero2all does not know. Default: detected

@@ -73,7 +73,7 @@ def load_recipe_or_preset(target: str, overrides: list[str] | None = None) -> Re
 
 
 def recipe_for_model(config: ModelConfig, overrides: list[str] | None = None, origin: str = "recipe") -> Recipe:
-    """The recipe that trains a model on two sequences of its full context a step."""
+    """The recipe that trains a model on two sequences of its full context per step."""
     context = config.max_position_embeddings
     train = {"epochs": 1, "seq_len": context, "batch_tokens": 2 * context}
     # By default the vocabulary may be smaller than a tokenizer's, although nobody asked for that.

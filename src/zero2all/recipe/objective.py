@@ -23,7 +23,7 @@ from zero2all.recipe.types import AnyDir, Count, Mistake, PluginChoice, PluginNa
 
 
 class DPORecipe(Section):
-    """Options of the objective dpo: preference optimization with pairs of answers."""
+    """Options of the objective dpo: preference optimization, with preference pairs."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo"] = "sigmoid"
     """The loss. sigmoid is DPO (https://arxiv.org/abs/2305.18290); hinge is SLiC's; ipo
@@ -34,8 +34,8 @@ class DPORecipe(Section):
     beta: Positive = 0.1
     """Strength of the preference. Raise it if the model departs too far from the reference; SimPO uses 2 to 10."""
     sft_weight: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the mean negative log-likelihood of chosen answers. Raise it if ``logps/chosen`` falls together with
-    ``logps/rejected``. Default: 1 for orpo, otherwise 0."""
+    """Weight of the mean negative log-likelihood of chosen completions. Raise it if ``logps/chosen`` falls together
+    with ``logps/rejected``. Default: 1 for orpo, otherwise 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """For robust: the share of pairs whose labels are wrong. Set it to the share that you find in a sample."""
     margin: Annotated[float, Field(ge=0)] = 0.5
@@ -55,34 +55,34 @@ class DPORecipe(Section):
 
 
 class KTORecipe(Section):
-    """Options of the objective kto: preference optimization with a label for each answer."""
+    """Options of the objective kto: preference optimization with a label for each completion."""
 
     beta: Positive = 0.1
     """Strength of the preference. Raise it if the model departs too far from the reference."""
     desirable_weight: Positive = 1.0
-    """Weight of answers with the label true. Set it to n if there are n times fewer of them than of the others."""
+    """Weight of completions with the label true. Set it to n if there are n times fewer of them than of the others."""
     undesirable_weight: Positive = 1.0
-    """Weight of answers with the label false. Set it to n if there are n times fewer of them than of the others."""
+    """Weight of completions with the label false. Set it to n if there are n times fewer of them than of the others."""
 
 
 class GRPORecipe(Section):
     """Options of the objective grpo: reinforcement learning with verifiable rewards.
 
-    A step samples ``group_size`` answers to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
+    A step samples ``group_size`` completions to each of ``batch_tokens / seq_len`` prompts, at temperature 1.
     """
 
     rewards: list[Annotated[PluginSpec, PluginChoice("reward")]] = []
     """Reward functions: each ``package.module:function``, the name of an installed plugin, or a mapping with ``name``
-    and options. They are called with the prompt, the answer and the reference answer as texts, and their results are
-    added. The modules are imported, so treat a recipe from somebody else as code. Set it for grpo, which needs at least
-    one."""
+    and options. They are called with the prompt, the completion and the reference answer as texts, and their results
+    are added. The modules are imported, so treat a recipe from somebody else as code. Set it for grpo, which needs at
+    least one."""
     group_size: int = Field(8, ge=2)
-    """Number of answers to a prompt, which are compared with each other. Raise it if ``groups_without_spread`` is
+    """Number of completions to a prompt, which are compared with each other. Raise it if ``groups_without_spread`` is
     high."""
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of an answer, then answers.
-    dr_grpo: ``max_answer_tokens`` of each answer, so that length has no influence. Change it to dr_grpo if answers grow
-    longer but no better."""
+    """What the loss is averaged over. dapo: all tokens of a step. grpo: first the tokens of a completion, then
+    completions. dr_grpo: ``max_answer_tokens`` of each completion, so that length has no influence. Change it to
+    dr_grpo if completions grow longer but no better."""
     scale_rewards: bool = True
     """Divide advantages by the standard deviation of the group. Turn it off if groups with almost equal rewards
     dominate the gradient."""
@@ -90,12 +90,13 @@ class GRPORecipe(Section):
     """Largest weight of a token by the ratio of its probabilities in trainer and sampler. Lower it if training is
     unstable because ``endpoint`` is far behind."""
     mask_truncated: bool = True
-    """Leave answers out of the loss that were cut at ``max_answer_tokens``. Turn it off if all answers are cut and you
-    cannot raise that length."""
+    """Leave completions out of the loss that were cut at ``max_answer_tokens``. Turn it off if all completions are cut
+    and you cannot raise that length."""
     endpoint: str | None = None
-    """OpenAI-compatible API that samples the answers, such as ``http://127.0.0.1:8000/v1``. The server (``z2a serve``,
-    vLLM) returns token ids and has one model, with the same tokenizer. The run does not update its weights: load newer
-    checkpoints when ``sampler_gap`` grows. Set it if sampling takes most of a step. Default: the model itself."""
+    """OpenAI-compatible API that samples the completions, such as ``http://127.0.0.1:8000/v1``. The server (``z2a
+    serve``, vLLM) returns token ids and has one model, with the same tokenizer. The run does not update its weights:
+    load newer checkpoints when ``sampler_gap`` grows. Set it if sampling takes most of a step. Default: the model
+    itself."""
 
     def mistakes(self) -> Iterator[Mistake]:
         for spec in self.rewards:
@@ -120,8 +121,8 @@ class DistillRecipe(Section):
     """Number of the teacher's likeliest tokens at each position; all others count as one. 6 bytes each on disk. Raise
     it if they miss much of the teacher's probability, and lower it to save disk."""
     on_policy: bool = False
-    """Learn from answers that the student samples to conversations (``kind: chat``), instead of the answers in the
-    data. Turn it on if the loss is low but sampled answers are bad."""
+    """Learn from completions that the student samples to conversations (``kind: chat``), instead of the completions in
+    the data. Turn it on if the loss is low but sampled completions are bad."""
 
 
 class ObjectiveRecipe(Section):
@@ -132,14 +133,15 @@ class ObjectiveRecipe(Section):
     name: Annotated[str, PluginName("objective")] = "pretrain"
     """The objective: a built-in one, the name of an installed plugin, or ``module:Class``. pretrain: predict every
     token. sft: predict what the assistant writes in whole conversations (``kind: chat``); text is trained on as in
-    pretraining. dpo: prefer the chosen of two answers (``kind: preference``). kto: prefer answers with the label true
-    (``kind: rating``, or both of a pair). grpo: raise the rewards of sampled answers (``kind: chat``). distill: learn
-    from a teacher. Change it once a pretrained model exists (``train.init``)."""
+    pretraining. dpo: prefer the chosen of two completions (``kind: preference``). kto: prefer completions with the
+    label true (``kind: rating``, or both of a pair). grpo: raise the rewards of sampled completions (``kind: chat``).
+    distill: learn from a teacher. Change it once a pretrained model exists (``train.init``)."""
     packing: bool = True
     """For sft: several conversations in a row; otherwise one, padded to ``seq_len``, which is slower. Turn it off only
     to compare: it does not change the loss of a conversation."""
     max_answer_tokens: Count = 256
-    """Maximum length of a sampled answer, for grpo and distill with on_policy. Raise it if many answers are cut."""
+    """Maximum length of a sampled completion, for grpo and distill with on_policy. Raise it if many completions are
+    cut."""
     dpo: DPORecipe = DPORecipe()
     """Options of dpo."""
     kto: KTORecipe = KTORecipe()
@@ -187,9 +189,9 @@ class ObjectiveRecipe(Section):
         return self.plugin.conversations(self)
 
     @property
-    def compares_answers(self) -> bool:
-        """Whether the loss depends on log-probabilities of whole answers, not of each token alone."""
-        return self.plugin.compares_answers
+    def compares_completions(self) -> bool:
+        """Whether the loss depends on log-probabilities of whole completions, not of each token alone."""
+        return self.plugin.compares_completions
 
     @property
     def weighs_tokens(self) -> bool:
@@ -198,7 +200,7 @@ class ObjectiveRecipe(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether answers are compared with the initial model's."""
+        """Whether completions are compared with the initial model's."""
         return self.plugin.needs_reference(self)
 
     def mistakes(self) -> Iterator[Mistake]:

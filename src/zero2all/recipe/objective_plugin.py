@@ -19,10 +19,14 @@ writes are the targets: many in a row, one in a row, or many pairs in a row."""
 class ObjectivePlugin:
     """An objective. A subclass is registered under its name, and is instantiated with its options."""
 
-    compares_answers: ClassVar[bool] = False
-    """Whether the loss depends on log-probabilities of whole answers, not of each token alone."""
+    compares_completions: ClassVar[bool] = False
+    """Whether the loss depends on log-probabilities of whole completions, not of each token alone."""
     weighs_tokens: ClassVar[bool] = False
     """Whether tokens have different weights, so that losses are not simply added."""
+    is_around_zero: ClassVar[bool] = False
+    """Whether the loss is close to 0 by construction, so that its changes are no spikes."""
+    has_teacher: ClassVar[bool] = False
+    """Whether a second model computes along with the trained one."""
 
     def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
         """The sources that it can train on."""
@@ -33,8 +37,12 @@ class ObjectivePlugin:
         return "cut"
 
     def needs_reference(self, recipe: ObjectiveRecipe) -> bool:
-        """Whether answers are compared with the initial model's."""
+        """Whether completions are compared with the initial model's."""
         return False
+
+    def samples_per_prompt(self, recipe: ObjectiveRecipe) -> int:
+        """Completions that the trained model samples for each prompt of a step."""
+        return 0
 
     def mistakes(self, recipe: ObjectiveRecipe) -> Iterator[Mistake]:
         """Broken rules of its options."""

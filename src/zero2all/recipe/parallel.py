@@ -190,7 +190,7 @@ def parallel_mistakes(model: ModelConfig, train: TrainRecipe, parallel: Parallel
         yield from _float8_mistakes(model, train, parallel)
     yield from feature_mistakes(train, parallel)
     if (objective := train.objective.loaded) is not None and objective.weighs_tokens:
-        yield from _answer_mistakes(model, train)
+        yield from _completion_mistakes(model, train)
 
 
 def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[Mistake]:
@@ -207,7 +207,7 @@ def _dropout_mistakes(model: ModelConfig, parallel: ParallelRecipe) -> Iterator[
         )
 
 
-def _answer_mistakes(model: ModelConfig, train: TrainRecipe) -> Iterator[Mistake]:
+def _completion_mistakes(model: ModelConfig, train: TrainRecipe) -> Iterator[Mistake]:
     objective = f"train.objective.name={train.objective.name}"
     if model.mtp_weight > 0:
         yield Mistake(

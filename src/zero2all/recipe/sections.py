@@ -211,9 +211,9 @@ class EvalsRecipe(Section):
     """Interval of validation during training. Default: none; the quickstart validates at the end. Set it to see whether
     the model overfits, and for ``checkpoint.keep_best``."""
     benchmarks: list[Annotated[PluginSpec, PluginChoice("task")]] = []
-    """Benchmarks of ``z2a eval bench`` if it is called without any: each a built-in one, the name of an installed
-    plugin, or ``module:function``, alone or as a mapping with ``name`` and options. Default: all built-in ones whose
-    files are there. Set it to evaluate every run in the same way."""
+    """Benchmarks of ``z2a eval bench`` and ``z2a eval watch`` if they are called without any: each a built-in one, the
+    name of an installed plugin, or ``module:function``, alone or as a mapping with ``name`` and options. Default: all
+    built-in ones whose files are there. Set it to evaluate every run in the same way."""
     test_sets: dict[SourceName, InputPath] = {}
     """Texts besides the validation set that each validation measures bits-per-byte on, such as
     ``{wiki: data/wiki.jsonl}``: by name, a file, a directory, a glob or a URL in any format of a source. Add text that

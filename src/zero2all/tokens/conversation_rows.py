@@ -33,19 +33,19 @@ class RowDocument:
 
 
 @dataclass(frozen=True)
-class RowAnswers:
-    """The answers in a row, for objectives that compare them."""
+class RowCompletions:
+    """The completions in a row, for objectives that compare them."""
 
     segments: Array
-    """int64 [seq_len + 1]: 1 + the number of the answer that a token is a target of; 0 where it is no target."""
+    """int64 [seq_len + 1]: 1 + the number of the completion that a token is a target of; 0 where it is no target."""
     documents: list[int]
-    """The document of each answer, counted over all shards of the source."""
+    """The document of each completion, counted over all shards of the source."""
     lengths: list[int]
-    """Targets of each answer."""
+    """Targets of each completion."""
     desirable: list[bool]
 
 
-class AnswerCounts(NamedTuple):
+class CompletionCounts(NamedTuple):
     examples: int
     """Conversations, or pairs of them."""
     desirable_targets: int
@@ -58,7 +58,7 @@ class ConversationRows:
     end-of-text tokens, which are no targets. The rows depend on the store and on ``seq_len`` alone.
 
     ``per_example`` consecutive documents, such as the two of a pair, are in the same row. With ``only_desirable``
-    conversations with a rejected answer are left out, uncounted.
+    conversations with a rejected completion are left out, uncounted.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ConversationRows:
         self.shards, self.seq_len, self.per_example = shards, seq_len, per_example
         of_shards = [_DocumentColumns.read(shard) for shard in shards]
         self._first_documents = np.cumsum([0, *(len(columns.lengths) for columns in of_shards)])
-        # Over all documents of the source, also the ones that are left out: tokens, targets, and no rejected answer.
+        # Over all documents of the source, left-out ones too: tokens, targets, no rejected completion.
         self.document_lengths = _concatenate([columns.lengths for columns in of_shards])
         self.document_targets = _concatenate([columns.targets for columns in of_shards])
         self.document_desirable: Array = _concatenate([columns.rejected for columns in of_shards]) == 0
@@ -144,12 +144,12 @@ class ConversationRows:
         first, tokens = int(self._first_documents[shard]), int(self.document_lengths[number])
         return RowDocument(self.shards[shard], number - first, tokens)
 
-    def answers(self, row: int) -> RowAnswers:
+    def completions(self, row: int) -> RowCompletions:
         mask, members = self.read(row)[1], self._members(row)
         numbers = np.repeat(np.arange(1, len(members) + 1), self.document_lengths[members])
         segments = np.pad(numbers, (0, self.seq_len + 1 - len(numbers))) * mask
         lengths, desirable = self.document_targets[members].tolist(), self.document_desirable[members].tolist()
-        return RowAnswers(segments, members.tolist(), lengths, desirable)
+        return RowCompletions(segments, members.tolist(), lengths, desirable)
 
     @property
     def used_documents(self) -> Array:
@@ -165,10 +165,10 @@ class ConversationRows:
         """Targets of a row, as ``read`` marks them."""
         return int(self.document_targets[self._members(row)].sum())
 
-    def count_answers(self, row: int) -> AnswerCounts:
+    def count_completions(self, row: int) -> CompletionCounts:
         members = self._members(row)
         desirable = int(self.document_targets[members][self.document_desirable[members]].sum())
-        return AnswerCounts(len(members) // self.per_example, desirable)
+        return CompletionCounts(len(members) // self.per_example, desirable)
 
     def _members(self, row: int) -> Array:
         members: Array = self._documents[self._row_starts[row] : self._row_starts[row + 1]]
@@ -183,7 +183,7 @@ class _DocumentColumns:
     targets: Array
     """Tokens that the assistant writes, without the first token of the document."""
     rejected: Array
-    """Targets that belong to a rejected answer."""
+    """Targets that belong to a rejected completion."""
 
     @classmethod
     def read(cls, shard: TokenShard) -> _DocumentColumns:

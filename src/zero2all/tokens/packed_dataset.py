@@ -12,7 +12,7 @@ from zero2all.base.conversation import SourceKind
 from zero2all.base.io import MANIFEST, fingerprint
 from zero2all.base.manifest import read_documents_manifest
 from zero2all.recipe.objective_plugin import Conversations
-from zero2all.tokens.conversation_rows import AnswerCounts, ConversationRows, RowAnswers
+from zero2all.tokens.conversation_rows import CompletionCounts, ConversationRows, RowCompletions
 from zero2all.tokens.sample_order import SampleOrder
 from zero2all.tokens.token_store import Array, Split, TokenShard, TokenStore
 
@@ -187,17 +187,17 @@ class PackedDataset:
             samples.sources.append(name)
         return samples
 
-    def read_answers(self, start: int, stop: int) -> list[RowAnswers]:
-        """The answers in the samples [start, stop), which must be of conversations."""
-        return [self._conversations(name).answers(sequence) for name, sequence in self.locate(start, stop)]
+    def read_completions(self, start: int, stop: int) -> list[RowCompletions]:
+        """The completions in the samples [start, stop), which must be of conversations."""
+        return [self._conversations(name).completions(sequence) for name, sequence in self.locate(start, stop)]
 
-    def count_answers(self, start: int, stop: int) -> AnswerCounts:
+    def count_completions(self, start: int, stop: int) -> CompletionCounts:
         """Answers in the samples [start, stop), which must be of conversations."""
-        counts = [self._conversations(name).count_answers(sequence) for name, sequence in self.locate(start, stop)]
-        return AnswerCounts(*(sum(column) for column in zip(*counts, strict=True)))
+        counts = [self._conversations(name).count_completions(sequence) for name, sequence in self.locate(start, stop)]
+        return CompletionCounts(*(sum(column) for column in zip(*counts, strict=True)))
 
-    def answer_documents(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Source and document of each answer in the samples [start, stop)."""
+    def completion_documents(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Source and document of each completion in the samples [start, stop)."""
         located = self.locate(start, stop)
         return [(name, number) for name, row in located for number in self._conversations(name).row_documents(row)]
 

@@ -44,8 +44,8 @@ MASK_SUFFIX = ".mask"
 CONTENT: dict[SourceKind, str] = {
     "text": "text",
     "chat": "conversations",
-    "preference": "pairs of answers",
-    "rating": "answers with labels",
+    "preference": "preference pairs",
+    "rating": "completions with labels",
 }
 MAX_OPEN_SHARDS = 64  # .bin files mapped per process at most
 MAX_OPEN_INDEXES = 16  # document indexes in memory at most, a few MiB each

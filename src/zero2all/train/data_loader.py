@@ -18,7 +18,7 @@ from zero2all.cluster.launch.heartbeat import DEVICE_WATCH
 from zero2all.model import IGNORE_INDEX, document_starts
 from zero2all.model.ops.varlen import document_cu_seqlens
 from zero2all.parallel.mesh import shard_range, split_batch
-from zero2all.tokens.conversation_rows import AnswerCounts, RowAnswers
+from zero2all.tokens.conversation_rows import CompletionCounts, RowCompletions
 from zero2all.train.plan import Plan, StagePlan
 
 PREFETCH_BATCHES = 2  # one thread and two batches: worker processes were slower
@@ -101,12 +101,12 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class BatchAnswers:
-    """The answers in a batch."""
+class BatchCompletions:
+    """The completions in a batch."""
 
-    rows: list[RowAnswers]
-    """The answers in this rank's rows, without padding."""
-    counts: AnswerCounts
+    rows: list[RowCompletions]
+    """The completions in this rank's rows, without padding."""
+    counts: CompletionCounts
     """Over all ranks."""
 
 
@@ -123,7 +123,7 @@ class Batch:
     micro_batch_size: int | None  # rows of one forward pass, if the recipe sets it
     sample_range: tuple[int, int]  # of the global batch, or of the part of it that this island trains
     global_valid_tokens: int  # over all ranks
-    answers: BatchAnswers | None = None  # for objectives that compare them
+    completions: BatchCompletions | None = None  # for objectives that compare them
     on_device: DeviceBatch | None = None  # the same tensors where the model is, if the loader copies them
     data_wait: float = 0.0  # seconds that training waited for it
 
@@ -155,9 +155,11 @@ def read_batch(
     doc_starts = None if text.is_first is None else document_starts(torch.from_numpy(text.is_first[chosen, :-1]))
     targets[: last - first][~torch.from_numpy(samples.mask[:, 1:])] = IGNORE_INDEX
     targets[last - first :] = IGNORE_INDEX
-    answers = None
-    if plan.compares_answers:
-        answers = BatchAnswers(stage.dataset.read_answers(first, last), stage.dataset.count_answers(start, stop))
+    completions = None
+    if plan.compares_completions:
+        completions = BatchCompletions(
+            stage.dataset.read_completions(first, last), stage.dataset.count_completions(start, stop)
+        )
     padding = [PADDING_SOURCE] * (rows - len(samples.sources))
     return Batch(
         step=step,
@@ -169,7 +171,7 @@ def read_batch(
         micro_batch_size=stage.micro_batch_size and split.samples,
         sample_range=(start, stop),
         global_valid_tokens=stage.dataset.count_targets(start, stop),
-        answers=answers,
+        completions=completions,
     )
 
 

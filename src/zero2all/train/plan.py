@@ -144,7 +144,7 @@ class Plan:
 
     def __init__(self, recipe: Recipe, store: TokenStore | EstimatedStore) -> None:
         self.model, self.store = recipe.model, store
-        self.compares_answers = recipe.train.objective.compares_answers
+        self.compares_completions = recipe.train.objective.compares_completions
         self.stages: list[StagePlan] = []
         first, previous_lr_multiplier = 0, 1.0
         for stage in recipe.train.resolved_stages():

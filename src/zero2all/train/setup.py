@@ -49,8 +49,8 @@ from zero2all.train.hyperparameters import ChosenValue, choose_hyperparameters, 
 from zero2all.train.initial_weights import load_initial_weights
 from zero2all.train.job import Evaluator, Progress, TrainerHooks, TrainingJob
 from zero2all.train.micro_batch import choose_micro_batch
-from zero2all.train.objectives.answers import objective_config
 from zero2all.train.objectives.build import ObjectiveInputs, build_objective
+from zero2all.train.objectives.completions import objective_config
 from zero2all.train.plan import Plan
 from zero2all.train.recording import Recorder
 from zero2all.train.resume import load_newest, plan_resume

@@ -32,7 +32,7 @@ class SpikePolicy:
         """Whether to update, skip the update, or continue at ``resume_step`` after a rollback; all ranks agree."""
         job, step, policy = self.job, batch.step, self.job.guard.recipe.policy
         # The loss of reinforcement learning is near 0 by construction: its changes mean nothing.
-        is_around_zero = job.recipe.train.objective.name == "grpo" and math.isfinite(result.loss)
+        is_around_zero = job.recipe.train.objective.plugin.is_around_zero and math.isfinite(result.loss)
         loss, grad_norm = 0.0 if is_around_zero else result.loss, result.grad_norm
         scale = job.model.loss_scaler
         if scale is not None and math.isfinite(loss) and not (scale.update(grad_norm) or scale.is_exhausted):

@@ -14,7 +14,6 @@ from zero2all.model.z2all import derive_seed
 from zero2all.optim.optimizer import set_learning_rate
 from zero2all.train.data_loader import Batch, BatchCopier, HostCopy
 from zero2all.train.job import Progress, TrainingJob
-from zero2all.train.objectives.step import idle_reason
 from zero2all.train.step_timer import StepMarks, StepTime, StepTimer
 
 
@@ -62,8 +61,8 @@ class TrainStep:
         job, model, timer = self.job, self.job.model, self.timer
         DEVICE_WATCH.begin_step(batch.step)  # a report of a hang names the step
 
-        # 1. What is minimized: the mean loss of tokens, pairs, ratings or sampled answers. GRPO replaces the prompts of
-        #    the batch by the answers that the model gives to them.
+        # 1. What is minimized: the mean loss of tokens, pairs, ratings or sampled completions. GRPO replaces the
+        #    prompts of the batch by the completions that the model gives to them.
         step_loss = self.objective.begin(model, batch)
         batch = step_loss.batch or batch
 
@@ -118,7 +117,7 @@ class TrainStep:
         metrics = dict(self.objective.metrics(rows))
         if self.job.mesh.dims.world_size > 1:
             metrics["sync_bytes"] = float(self.job.model.runner.sync_bytes)
-        if not self._was_idle and (reason := idle_reason(batch, recipe.train.objective, metrics)) is not None:
+        if not self._was_idle and (reason := self.objective.idle_reason(batch, metrics)) is not None:
             self._was_idle = True  # once: training goes on, and would look as if it learned
             warn(f"step {batch.step + 1} learns nothing: {reason}")
         return StepResult(

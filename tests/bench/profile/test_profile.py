@@ -163,7 +163,7 @@ def times(*changes: dict[str, float]) -> RankTimes:
             [{"communication": 6.0}] * 2,
             ["parallel.zero=1"],
         ),
-        (["parallel.dp_replicate=2"], [{"communication": 6.0}] * 2, ["all-reduced once a step"]),
+        (["parallel.dp_replicate=2"], [{"communication": 6.0}] * 2, ["all-reduced once per step"]),
         (["parallel.pp=2"], [{"communication": 6.0}] * 2, ["more micro-batches"]),
         (["parallel.tp=2"], [{"communication": 6.0}] * 2, ["inside a node"]),
         # A slow rank explains what the others wait for.

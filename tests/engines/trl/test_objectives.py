@@ -25,7 +25,7 @@ from zero2all.model.hf_weights import hf_names
 from zero2all.recipe.objective import DPORecipe, GRPORecipe, KTORecipe
 from zero2all.train import Run
 from zero2all.train.objectives.grpo import RolloutBatch, group_advantages, grpo_losses
-from zero2all.train.objectives.preference import AnswerBatch, kto_losses, preference_losses
+from zero2all.train.objectives.preference import CompletionBatch, kto_losses, preference_losses
 
 TOLERANCE = 1e-5
 PAIRS = [  # prompt, chosen, rejected: ids of different lengths
@@ -98,9 +98,9 @@ def our_losses(model: Z2all, sequences: list[tuple[list[int], list[int]]], end_o
 
 def answers_of(
     sequences: list[tuple[list[int], list[int]]], segments_BS: Tensor, desirable: list[bool], reference: list[float]
-) -> AnswerBatch:
+) -> CompletionBatch:
     lengths = torch.tensor([[float(len(answer)) for _, answer in sequences]])
-    return AnswerBatch(segments_BS, lengths, torch.tensor([desirable]), torch.tensor([reference]))
+    return CompletionBatch(segments_BS, lengths, torch.tensor([desirable]), torch.tensor([reference]))
 
 
 @pytest.fixture

@@ -117,14 +117,14 @@ def test_truncated_answers_do_not_count(grpo: Recipe, tmp_path: Path, capsys: py
     assert all_cut
     assert all(values["loss"] == 0 == values["grad_norm"] for values in all_cut)
     printed = " ".join(capsys.readouterr().err.split())
-    assert printed.count("learns nothing: all answers were cut at 1 tokens") == 1
+    assert printed.count("learns nothing: all completions were cut at 1 tokens") == 1
     assert "raise train.objective.max_answer_tokens" in printed
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("tests.train.objectives.test_grpo:broken", "reward function .*:broken failed on the answer .*no idea"),
+        ("tests.train.objectives.test_grpo:broken", "reward function .*:broken failed on the completion .*no idea"),
         ("tests.train.objectives.test_grpo:endless", "reward function .*:endless returned nan"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Preference optimization: pairs of answers (DPO and its relatives), answers with labels (KTO), the reference."""
+"""Preference optimization: preference pairs (DPO and its relatives), completions with labels (KTO), the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero2all.tokens import TokenStore, build_tokens
 from zero2all.tokens.token_store import Array
 from zero2all.train import Run, train
 from zero2all.train.data_loader import read_batch
-from zero2all.train.objectives.answers import MismatchedAnswers
+from zero2all.train.objectives.completions import MismatchedCompletions
 from zero2all.train.plan import Plan
 
 SEQ_LEN = 128
@@ -114,9 +114,9 @@ def test_a_row_holds_both_answers_of_a_pair_and_only_answers_after_the_prompt_ar
         if conversation is not None
     ]
     assert [span.gid for span in spans[::2]] == [span.gid for span in spans[1::2]]
-    assert batch.answers is not None
+    assert batch.completions is not None
     seen = []
-    for row, answers in zip(batch.targets, batch.answers.rows, strict=False):
+    for row, answers in zip(batch.targets, batch.completions.rows, strict=False):
         for number, is_chosen in enumerate(answers.desirable, 1):
             assert is_chosen == (number % 2 == 1)
             own = torch.from_numpy(answers.segments[1:]) == number
@@ -126,7 +126,7 @@ def test_a_row_holds_both_answers_of_a_pair_and_only_answers_after_the_prompt_ar
             seen.append(tokenizer.decode(ids[:-1]))
         assert ((row != IGNORE_INDEX) == torch.from_numpy(answers.segments[1:] > 0)).all()
     assert seen == expected
-    assert batch.answers.counts.examples == len(spans) // 2
+    assert batch.completions.counts.examples == len(spans) // 2
 
 
 def test_the_first_step_is_ln_2(dpo: Recipe) -> None:
@@ -190,7 +190,7 @@ def test_kto_starts_at_one_half_and_micro_batches_do_not_change_it(dpo: Recipe, 
 def test_kto_pairs_a_prompt_with_the_answer_to_the_next_different_prompt(dpo: Recipe, source: str) -> None:
     plan = Plan(kto(dpo), TokenStore(dpo.tokens_dir, "train"))
     rows = plan.stages[0].dataset.conversation_rows[source]
-    pairs = MismatchedAnswers(rows, source)
+    pairs = MismatchedCompletions(rows, source)
     used = rows.used_documents.tolist()
     assert len(used) > 20
     for place, number in enumerate(used):
@@ -208,7 +208,7 @@ def split(tokens: Array, mask: Array) -> tuple[list[int], list[int]]:
 
 
 class Conversations:
-    """Rows of conversations with these prompts and answers, as ``MismatchedAnswers`` reads them."""
+    """Rows of conversations with these prompts and answers, as ``MismatchedCompletions`` reads them."""
 
     seq_len = 64
 
@@ -237,9 +237,9 @@ def test_repeated_prompts_never_get_an_answer_of_their_own(prompts: list[list[in
     rows = Conversations(prompts, left_out)
     if len({tuple(prompts[number]) for number in rows.used_documents.tolist()}) == 1:
         with pytest.raises(Z2aError, match=r"all conversations of talk have the same prompt.*train\.mixture"):
-            MismatchedAnswers(rows, "talk")  # type: ignore[arg-type]
+            MismatchedCompletions(rows, "talk")  # type: ignore[arg-type]
         return
-    pairs = MismatchedAnswers(rows, "talk")  # type: ignore[arg-type]
+    pairs = MismatchedCompletions(rows, "talk")  # type: ignore[arg-type]
     for number in rows.used_documents.tolist():
         prompt, answer = split(*pairs.read(number))
         assert prompt == prompts[number]
@@ -248,8 +248,8 @@ def test_repeated_prompts_never_get_an_answer_of_their_own(prompts: list[list[in
         assert pairs.lengths[number] == len(prompt) + len(answer) + 1
 
 
-def test_a_source_without_conversations_has_no_mismatched_answers() -> None:
-    assert len(MismatchedAnswers(Conversations([]), "talk").lengths) == 0  # type: ignore[arg-type]
+def test_a_source_without_conversations_has_no_mismatched_completions() -> None:
+    assert len(MismatchedCompletions(Conversations([]), "talk").lengths) == 0  # type: ignore[arg-type]
 
 
 def family(dpo: Recipe, name: str) -> Recipe:

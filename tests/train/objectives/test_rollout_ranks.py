@@ -23,7 +23,7 @@ from zero2all.track import read_steps
 from zero2all.train import train
 from zero2all.train.objectives import grpo_step as grpo_objective
 from zero2all.train.objectives import rollouts
-from zero2all.train.objectives.rollouts import Prompt, sample_answers
+from zero2all.train.objectives.rollouts import Prompt, sample_completions
 
 SEQ_LEN, GROUP, STEPS = 64, 4, 2
 TOLERANCE = 1e-4
@@ -142,7 +142,7 @@ def test_equal_prompts_have_the_same_answers_however_they_are_divided(workspace:
     params = SamplingParams(12, temperature=1.0, top_k=0, seed=5)
 
     def sample(part: list[Prompt]) -> list[tuple[int, ...]]:
-        groups = sample_answers(model, tokenizer, part, params, 2, lambda: None)
+        groups = sample_completions(model, tokenizer, part, params, 2, lambda: None)
         return [tuple(one.tokens) for group in groups for one in group]
 
     together = sample(prompts)

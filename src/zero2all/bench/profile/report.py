@@ -102,7 +102,7 @@ def _layout_remedy(times: RankTimes, recipe: Recipe) -> str:
     if parallel.tp > 1:
         return "keep the ranks of parallel.tp inside a node, or lower parallel.tp in favour of FSDP"
     if parallel.dp_replicate == len(times.ranks):
-        return "gradients are all-reduced once a step: a larger train.batch_tokens makes that rarer"
+        return "gradients are all-reduced once per step: a larger train.batch_tokens makes that rarer"
     if parallel.reshard_after_forward != "never":
         return "try parallel.reshard_after_forward=never, which gathers weights once, if memory allows"
     return "try larger micro-batches (train.micro_batch_tokens), or parallel.zero=1"

@@ -9,7 +9,7 @@ from zero2all.checkpoint import InitialWeights, RankGroup
 from zero2all.parallel import ParallelModel
 from zero2all.recipe.objective import ObjectiveRecipe
 from zero2all.tokenizer import Tokenizer
-from zero2all.train.objectives.answers import AnswerSources, open_reference
+from zero2all.train.objectives.completions import CompletionSources, open_reference
 from zero2all.train.objectives.step import SourceLosses, StepObjective
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
@@ -25,7 +25,7 @@ class ObjectiveInputs:
     tokenizer: Tokenizer
     ranks: RankGroup
     ping: Callable[[], None]
-    """To be called while answers are sampled, which may take minutes: it is no hang."""
+    """To be called while completions are sampled, which may take minutes: it is no hang."""
     initial_weights: InitialWeights | None = None
     """Weights that had to be loaded for a reference."""
 
@@ -36,12 +36,13 @@ class ObjectiveInputs:
     def source_losses(self) -> SourceLosses:
         return SourceLosses(self.plan.sources, self.tokenizer.token_byte_lengths, self.model.mesh.device)
 
-    def answers(self) -> AnswerSources:
-        """The answers to compare, with their log-probabilities by the reference if there is one."""
-        answers = AnswerSources(self.run.recipe, self.plan)
+    def completions(self, *, mismatched: bool = False) -> CompletionSources:
+        """The completions to compare, with their log-probabilities by the reference if there is one. With
+        ``mismatched`` also completions of other prompts."""
+        completions = CompletionSources(self.run.recipe, self.plan, mismatched=mismatched)
         if self.options.needs_reference:
-            self.initial_weights = open_reference(self.run, self.model, self.tokenizer, answers, self.ranks)
-        return answers
+            self.initial_weights = open_reference(self.run, self.model, self.tokenizer, completions, self.ranks)
+        return completions
 
 
 def build_objective(inputs: ObjectiveInputs) -> tuple[StepObjective, InitialWeights | None]:

@@ -33,7 +33,13 @@ from zero2all.tokens.token_store import Array
 from zero2all.train.data_loader import Batch
 from zero2all.train.initial_weights import find_weights, open_weights
 from zero2all.train.objectives.grpo_step import pack_rollouts, read_prompts, require_prompts
-from zero2all.train.objectives.rollouts import Rollout, RolloutRanks, sample_answers, sampling_params, total_rollouts
+from zero2all.train.objectives.rollouts import (
+    Rollout,
+    RolloutRanks,
+    sample_completions,
+    sampling_params,
+    total_rollouts,
+)
 from zero2all.train.objectives.step import SourceLosses, StepLoss, TokenObjective
 
 BATCH_TOKENS = 8192  # of one forward pass of the teacher
@@ -261,12 +267,12 @@ class DistillObjective(TokenObjective):
         return self._caches[name]
 
     def _sampled(self, model: ParallelModel, batch: Batch) -> Batch:
-        """One answer of the student to each prompt, in place of the answers of the data."""
+        """One completion of the student to each prompt, in place of the completions of the data."""
         length = self._recipe.train.objective.max_answer_tokens
         prompts = read_prompts(batch, self._rollout_ranks, length, self._tokenizer)
         options = self._recipe.train.objective.model_copy(update={"grpo": GRPORecipe(mask_truncated=False)})
         seed = int(fingerprint([self._recipe.seed, batch.step])[:8], 16)
-        groups = sample_answers(model, self._tokenizer, prompts, sampling_params(length, seed), 1, self._ping)
+        groups = sample_completions(model, self._tokenizer, prompts, sampling_params(length, seed), 1, self._ping)
         rollouts = [[Rollout(prompt, one, 0.0) for one in group] for prompt, group in zip(prompts, groups, strict=True)]
         zeros = np.zeros((len(rollouts), 1), dtype=np.float32)
         seq_len = batch.inputs.shape[1]

@@ -1,4 +1,4 @@
-"""Reinforcement learning with groups of answers: GRPO (https://arxiv.org/abs/2402.03300) and DAPO
+"""Reinforcement learning with groups of completions: GRPO (https://arxiv.org/abs/2402.03300) and DAPO
 (https://arxiv.org/abs/2503.14476).
 """
 
@@ -16,15 +16,15 @@ STD_EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Sampled answers in rows; every tensor has a value for each target of a row, 0 where there is none."""
+    """Sampled completions in rows; every tensor has a value for each target of a row, 0 where there is none."""
 
     mask_BS: Tensor
-    """1 for tokens of answers that count."""
+    """1 for tokens of completions that count."""
     advantages_BS: Tensor
     sampler_BS: Tensor
     """Log-probability of each token by the sampler."""
     weights_BS: Tensor
-    """1 divided by what the loss of an answer is divided by, such as its length."""
+    """1 divided by what the loss of a completion is divided by, such as its length."""
 
     def rows(self, rows: slice | Tensor) -> RolloutBatch:
         return RolloutBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
@@ -34,7 +34,7 @@ class RolloutBatch:
 
 
 def group_advantages(rewards_PG: Tensor, recipe: GRPORecipe) -> Tensor:
-    """Rewards of the answers to each prompt, relative to their mean, in standard deviations of the group.
+    """Rewards of the completions to each prompt, relative to their mean, in standard deviations of the group.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0]]), GRPORecipe())
     tensor([[ 0.7070, -0.7070]])
@@ -48,7 +48,7 @@ def group_advantages(rewards_PG: Tensor, recipe: GRPORecipe) -> Tensor:
 def grpo_losses(logps_BS: Tensor, rollouts: RolloutBatch, recipe: GRPORecipe) -> Tensor:
     """The loss of each token [B, S].
 
-    Each answer is used for one update, so the ratio to the policy before it is 1 and never needs clipping: only its
+    Each completion is used for one update, so the ratio to the policy before it is 1 and never needs clipping: only its
     gradient counts. Where trainer and sampler disagree, a token is weighted by the ratio of its probabilities, up to
     ``importance_cap``.
     """

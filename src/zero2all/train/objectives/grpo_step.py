@@ -1,8 +1,8 @@
-"""The step of GRPO: sample answers with the weights of this step, score them, train on them."""
+"""The step of GRPO: sample completions with the weights of this step, score them, train on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,18 +32,18 @@ from zero2all.train.objectives.rollouts import (
     RolloutTotals,
     load_rewards,
     read_prompt,
-    sample_answers,
+    sample_completions,
     sampling_params,
     score_rollouts,
     total_rollouts,
 )
-from zero2all.train.objectives.step import Rows, StepLoss, with_flags
+from zero2all.train.objectives.step import Rows, StepLoss, StepObjective, with_flags
 
 SOURCE = "rollouts"
 VALIDATION_PROMPTS = 64
 
 
-class GRPOObjective:
+class GRPOObjective(StepObjective):
     """See ``GRPORecipe``. Sampling depends on the weights, the seed and the step, so that a resumed run repeats it."""
 
     def __init__(
@@ -85,7 +85,7 @@ class GRPOObjective:
         self._own = totals.metrics
         replaced, rollouts = packed.to_batch(batch, totals.most_rows)
         self._rollouts = rollouts = rollouts.to(model.mesh.device)
-        self._divisor = max(1.0, totals.counted_tokens if options.loss == "dapo" else totals.answers)
+        self._divisor = max(1.0, totals.counted_tokens if options.loss == "dapo" else totals.completions)
 
         def objective(losses_BS: Tensor, chosen: slice | Tensor) -> Tensor:
             return grpo_losses(-losses_BS, rollouts.rows(chosen), options)
@@ -97,12 +97,12 @@ class GRPOObjective:
         ranks, params, endpoint = self._ranks, sampling_params(self._answer_tokens, seed), self._endpoint
         if copies == 1:
             params = replace(params, temperature=0.0)
-        answers: list[list[Completion]] = []
+        completions: list[list[Completion]] = []
         if endpoint is None:
-            answers = sample_answers(model, self._tokenizer, prompts, params, copies, self._ping)
+            completions = sample_completions(model, self._tokenizer, prompts, params, copies, self._ping)
 
         def score() -> list[list[Rollout]]:
-            given = answers
+            given = completions
             if endpoint is not None:
                 given = ranks.peers.on_rank0(lambda: endpoint.sample(prompts, params, copies, self._ping), self._ping)
             return score_rollouts(prompts, given, self._rewards, ranks.peers, self._ping)
@@ -119,8 +119,11 @@ class GRPOObjective:
     def metrics(self, rows: Rows) -> dict[str, float]:
         return self._own | {"sampler_gap": rows[2][0] / max(1.0, rows[0][0])}
 
+    def idle_reason(self, batch: Batch, metrics: Mapping[str, float]) -> str | None:
+        return why_truncated(self._recipe.train.objective, metrics)
+
     def validate(self, model: ParallelModel) -> dict[str, float]:
-        """The reward of greedy answers to the first prompts of the validation set."""
+        """The reward of greedy completions to the first prompts of the validation set."""
         found: list[tuple[ConversationRows, int]] = []
         for shards in self._validation.sources.values():
             rows = ConversationRows(shards, self._recipe.train.seq_len, packing=False)
@@ -132,11 +135,21 @@ class GRPOObjective:
         room = self._recipe.train.seq_len - self._answer_tokens
         groups = self._sample(model, [prompt for prompt in prompts if len(prompt.tokens) <= room], 0, copies=1)
         totals = self._ranks.sum(lambda: total_rollouts(groups, mask_truncated=False))
-        return {"reward": totals.metrics["reward"]} if totals.answers else {}
+        return {"reward": totals.metrics["reward"]} if totals.completions else {}
+
+
+def why_truncated(objective: ObjectiveRecipe, metrics: Mapping[str, float]) -> str | None:
+    """Why no token of the sampled completions is trained on; None if some are."""
+    if metrics.get("truncated_answers") != 1.0 or not objective.grpo.mask_truncated:
+        return None
+    return (
+        f"all completions were cut at {objective.max_answer_tokens} tokens, and are not trained on then: "
+        "raise train.objective.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
+    )
 
 
 def read_prompts(batch: Batch, ranks: RolloutRanks, answer_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """This rank's share of the global batch, without those that leave no room for an answer."""
+    """This rank's share of the global batch, without those that leave no room for a completion."""
     start, stop = batch.sample_range
     own, dataset = ranks.share(stop - start), batch.stage.dataset
     samples = dataset.read(start + own.start, start + own.stop)
@@ -156,7 +169,7 @@ def require_prompts(totals: RolloutTotals, room: int) -> None:
 
 
 class PackedRollouts:
-    """The answers of one rank in rows."""
+    """The completions of one rank in rows."""
 
     def __init__(self, tokens: Array, is_first: Array, columns: list[Array], count: int) -> None:
         """``is_first`` marks the first token of each prompt. The rows after ``count`` are padding."""
@@ -188,7 +201,7 @@ class PackedRollouts:
 def pack_rollouts(
     groups: Sequence[Sequence[Rollout]], advantages: Array, seq_len: int, objective: ObjectiveRecipe, end_of_text: int
 ) -> PackedRollouts:
-    """Prompt and answer of each rollout, several in a row."""
+    """Prompt and completion of each rollout, several in a row."""
     flat = [
         (one, float(value))
         for group, values in zip(groups, advantages, strict=True)
@@ -202,13 +215,13 @@ def pack_rollouts(
     for row, (begin, end) in enumerate(pairwise(starts)):
         place = 0
         for one, advantage in (flat[number] for number in order[begin:end].tolist()):
-            answer = one.completion.tokens
-            inside = slice(place + len(one.prompt.tokens), place + len(one.prompt.tokens) + len(answer))
-            tokens[row, place : inside.start], tokens[row, inside] = one.prompt.tokens, answer
+            completion = one.completion.tokens
+            inside = slice(place + len(one.prompt.tokens), place + len(one.prompt.tokens) + len(completion))
+            tokens[row, place : inside.start], tokens[row, inside] = one.prompt.tokens, completion
             sampler[row, inside], values[row, inside] = one.completion.logprobs, advantage
             if not (one.truncated and objective.grpo.mask_truncated):
                 mask[row, inside] = 1.0
-            weights[row, inside] = _token_weight(objective, len(answer))
+            weights[row, inside] = _token_weight(objective, len(completion))
             is_first[row, place] = True
             place = inside.stop + 1
         is_first[row, place:] = True  # padding

@@ -1,5 +1,5 @@
-"""Preference optimization: with pairs of answers (DPO, IPO, hinge, robust DPO, SimPO, ORPO), or with a label for each
-answer (KTO, https://arxiv.org/abs/2402.01306).
+"""Preference optimization: with preference pairs (DPO, IPO, hinge, robust DPO, SimPO, ORPO), or with a label for each
+completion (KTO, https://arxiv.org/abs/2402.01306).
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ KTO_METRICS = (
 
 
 @dataclass(frozen=True)
-class AnswerBatch:
-    """The answers of some rows. Q is the largest number of answers in a row."""
+class CompletionBatch:
+    """The completions of some rows. Q is the largest number of completions in a row."""
 
     segments_BS: Tensor
-    """1 + the number of the answer that a target belongs to; 0 where there is no target."""
+    """1 + the number of the completion that a target belongs to; 0 where there is no target."""
     lengths_BQ: Tensor
-    """Targets of each answer; 0 where a row has fewer answers."""
+    """Targets of each completion; 0 where a row has fewer completions."""
     desirable_BQ: Tensor
-    """Whether an answer is the chosen one of a pair, or its label."""
+    """Whether a completion is the chosen one of a pair, or its label."""
     reference_BQ: Tensor
     """Log-probability by the reference model; 0 without one."""
 
-    def rows(self, rows: slice | Tensor) -> AnswerBatch:
-        return AnswerBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def rows(self, rows: slice | Tensor) -> CompletionBatch:
+        return CompletionBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def to(self, device: torch.device) -> AnswerBatch:
-        return AnswerBatch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+    def to(self, device: torch.device) -> CompletionBatch:
+        return CompletionBatch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
     @property
     def present_BQ(self) -> Tensor:
         return self.lengths_BQ > 0
 
     def logps(self, losses_BS: Tensor) -> Tensor:
-        """Log-probabilities of the answers [B, Q], from the loss of each token."""
+        """Log-probabilities of the completions [B, Q], from the loss of each token."""
         sums = losses_BS.new_zeros(len(losses_BS), self.lengths_BQ.shape[1] + 1)
         return -sums.scatter_add(1, self.segments_BS, losses_BS)[:, 1:]
 
 
-def preference_losses(logps_BQ: Tensor, answers: AnswerBatch, recipe: DPORecipe) -> Tensor:
-    """The loss of each pair [B, P], zero where a row has fewer pairs. Answers are chosen, rejected, chosen, ..."""
-    margin = _difference(_rewards(logps_BQ, answers, recipe))
+def preference_losses(logps_BQ: Tensor, completions: CompletionBatch, recipe: DPORecipe) -> Tensor:
+    """The loss of each pair [B, P], zero where a row has fewer pairs. Completions are chosen, rejected, chosen, ..."""
+    margin = _difference(_rewards(logps_BQ, completions, recipe))
     if recipe.loss == "ipo":
         pairs = (margin / recipe.beta - 1 / (2 * recipe.beta)).square()
     elif recipe.loss == "hinge":
@@ -65,20 +65,20 @@ def preference_losses(logps_BQ: Tensor, answers: AnswerBatch, recipe: DPORecipe)
     elif recipe.loss == "simpo":
         pairs = -F.logsigmoid(margin - recipe.margin)
     elif recipe.loss == "orpo":
-        means = torch.where(answers.present_BQ, logps_BQ / answers.lengths_BQ.clamp(min=1), -1.0)
+        means = torch.where(completions.present_BQ, logps_BQ / completions.lengths_BQ.clamp(min=1), -1.0)
         pairs = -recipe.beta * F.logsigmoid(_difference(means) - _difference(_log1mexp(means)))
     else:
         pairs = -F.logsigmoid(margin)
-    return torch.where(answers.present_BQ[:, ::2], pairs, 0.0)
+    return torch.where(completions.present_BQ[:, ::2], pairs, 0.0)
 
 
-def preference_metrics(logps_BQ: Tensor, answers: AnswerBatch, recipe: DPORecipe) -> Tensor:
+def preference_metrics(logps_BQ: Tensor, completions: CompletionBatch, recipe: DPORecipe) -> Tensor:
     """Sums over all pairs of ``PAIR_METRICS``."""
-    rewards, present_BP = _rewards(logps_BQ, answers, recipe), answers.present_BQ[:, ::2]
+    rewards, present_BP = _rewards(logps_BQ, completions, recipe), completions.present_BQ[:, ::2]
     chosen, rejected = rewards[:, ::2], rewards[:, 1::2]
     columns = [
         torch.ones_like(chosen),
-        preference_losses(logps_BQ, answers, recipe),
+        preference_losses(logps_BQ, completions, recipe),
         chosen,
         rejected,
         (chosen > rejected).float(),
@@ -89,10 +89,10 @@ def preference_metrics(logps_BQ: Tensor, answers: AnswerBatch, recipe: DPORecipe
     return torch.stack([torch.where(present_BP, column, 0.0).sum() for column in columns])
 
 
-def _rewards(logps_BQ: Tensor, answers: AnswerBatch, recipe: DPORecipe) -> Tensor:
-    """What the loss compares: beta times the log-probability of each answer, relative to the reference."""
-    rewards = recipe.beta * (logps_BQ - answers.reference_BQ)
-    return rewards / answers.lengths_BQ.clamp(min=1) if recipe.loss in ("ipo", "simpo", "orpo") else rewards
+def _rewards(logps_BQ: Tensor, completions: CompletionBatch, recipe: DPORecipe) -> Tensor:
+    """What the loss compares: beta times the log-probability of each completion, relative to the reference."""
+    rewards = recipe.beta * (logps_BQ - completions.reference_BQ)
+    return rewards / completions.lengths_BQ.clamp(min=1) if recipe.loss in ("ipo", "simpo", "orpo") else rewards
 
 
 def _difference(values_BQ: Tensor) -> Tensor:
@@ -110,21 +110,21 @@ def _log1mexp(values: Tensor) -> Tensor:
     )
 
 
-def kto_losses(logps_BQ: Tensor, answers: AnswerBatch, divergence: float, recipe: KTORecipe) -> Tensor:
-    """The loss of each answer [B, Q], zero where a row has fewer.
+def kto_losses(logps_BQ: Tensor, completions: CompletionBatch, divergence: float, recipe: KTORecipe) -> Tensor:
+    """The loss of each completion [B, Q], zero where a row has fewer.
 
-    ``divergence`` estimates KL(model || reference), from answers to other prompts.
+    ``divergence`` estimates KL(model || reference), from completions to other prompts.
     """
-    ratios = logps_BQ - answers.reference_BQ
-    gain = torch.where(answers.desirable_BQ, ratios - divergence, divergence - ratios)
-    weights = torch.where(answers.desirable_BQ, recipe.desirable_weight, recipe.undesirable_weight)
-    return torch.where(answers.present_BQ, weights * (1 - torch.sigmoid(recipe.beta * gain)), 0.0)
+    ratios = logps_BQ - completions.reference_BQ
+    gain = torch.where(completions.desirable_BQ, ratios - divergence, divergence - ratios)
+    weights = torch.where(completions.desirable_BQ, recipe.desirable_weight, recipe.undesirable_weight)
+    return torch.where(completions.present_BQ, weights * (1 - torch.sigmoid(recipe.beta * gain)), 0.0)
 
 
-def kto_metrics(logps_BQ: Tensor, answers: AnswerBatch, divergence: float, recipe: KTORecipe) -> Tensor:
-    """Sums over all answers of ``KTO_METRICS``."""
-    rewards = recipe.beta * (logps_BQ - answers.reference_BQ)
-    columns = [answers.present_BQ.float(), kto_losses(logps_BQ, answers, divergence, recipe)]
-    for side in (answers.present_BQ & answers.desirable_BQ, answers.present_BQ & ~answers.desirable_BQ):
+def kto_metrics(logps_BQ: Tensor, completions: CompletionBatch, divergence: float, recipe: KTORecipe) -> Tensor:
+    """Sums over all completions of ``KTO_METRICS``."""
+    rewards = recipe.beta * (logps_BQ - completions.reference_BQ)
+    columns = [completions.present_BQ.float(), kto_losses(logps_BQ, completions, divergence, recipe)]
+    for side in (completions.present_BQ & completions.desirable_BQ, completions.present_BQ & ~completions.desirable_BQ):
         columns += [side.float(), torch.where(side, rewards, 0.0), torch.where(side, logps_BQ, 0.0)]
     return torch.stack([column.sum() for column in columns])

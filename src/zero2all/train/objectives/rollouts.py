@@ -22,9 +22,9 @@ from zero2all.tokenizer import Tokenizer
 from zero2all.tokens.token_store import Array
 
 Reward = Callable[[str, str, str], float]
-"""The reward for a prompt, an answer and the reference answer."""
-WORKERS = 4  # requests to a server at the same time, each of several answers
-MAX_ANSWERS = 16  # to one request
+"""The reward for a prompt, a completion and the reference answer."""
+WORKERS = 4  # requests to a server at the same time, each of several completions
+MAX_COMPLETIONS = 16  # to one request
 SEED_STRIDE = 1009  # between prompts
 ROUNDING = 1e-3  # by which a log-probability may be above 0
 
@@ -35,14 +35,14 @@ class Prompt:
     text: str
     """What the template makes of the conversation so far."""
     reference: str
-    """The answer of the conversation."""
+    """The completion of the conversation."""
     number: int = 0
-    """Its place in the global batch: equal prompts have different answers, on whichever ranks they are."""
+    """Its place in the global batch: equal prompts have different completions, on whichever ranks they are."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled answer."""
+    """A sampled completion."""
 
     prompt: Prompt
     completion: Completion
@@ -55,19 +55,19 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutTotals:
-    """Sums over prompts and answers: of one rank, or of all that read different samples."""
+    """Sums over prompts and completions: of one rank, or of all that read different samples."""
 
     prompts: int = 0
-    answers: int = 0
+    completions: int = 0
     counted_tokens: int = 0
-    """Tokens of answers that the loss counts."""
+    """Tokens of completions that the loss counts."""
     tokens: int = 0
     truncated: int = 0
     reward: float = 0.0
     reward_std: float = 0.0
     """Over prompts, of the standard deviation of each."""
     without_spread: int = 0
-    """Prompts whose answers all have the same reward."""
+    """Prompts whose completions all have the same reward."""
     most_rows: int = 0
     """The largest number of packed rows of a rank."""
 
@@ -78,33 +78,33 @@ class RolloutTotals:
     @property
     def metrics(self) -> dict[str, float]:
         return {
-            "reward": self.reward / self.answers,
+            "reward": self.reward / self.completions,
             "reward_std": self.reward_std / self.prompts,
             "groups_without_spread": self.without_spread / self.prompts,
-            "answer_length": self.tokens / self.answers,
-            "truncated_answers": self.truncated / self.answers,
+            "answer_length": self.tokens / self.completions,
+            "truncated_answers": self.truncated / self.completions,
         }
 
 
 def total_rollouts(groups: Sequence[Sequence[Rollout]], *, mask_truncated: bool, rows: int = 0) -> RolloutTotals:
-    """The totals of one rank, whose answers are packed in ``rows`` rows."""
-    answers = [one for group in groups for one in group]
-    rewards = np.array([one.reward for one in answers]).reshape(len(groups), len(groups[0]) if groups else 1)
+    """The totals of one rank, whose completions are packed in ``rows`` rows."""
+    completions = [one for group in groups for one in group]
+    rewards = np.array([one.reward for one in completions]).reshape(len(groups), len(groups[0]) if groups else 1)
     return RolloutTotals(
         prompts=len(groups),
-        answers=len(answers),
-        counted_tokens=sum(len(one.completion.tokens) for one in answers if not (one.truncated and mask_truncated)),
-        tokens=sum(len(one.completion.tokens) for one in answers),
-        truncated=sum(one.truncated for one in answers),
+        completions=len(completions),
+        counted_tokens=sum(len(one.completion.tokens) for one in completions if not (one.truncated and mask_truncated)),
+        tokens=sum(len(one.completion.tokens) for one in completions),
+        truncated=sum(one.truncated for one in completions),
         reward=float(rewards.sum()),
         reward_std=float(rewards.std(axis=1, ddof=1).sum()) if rewards.shape[1] > 1 else 0.0,
-        without_spread=int((np.ptp(rewards, axis=1) == 0).sum()) if len(answers) else 0,
+        without_spread=int((np.ptp(rewards, axis=1) == 0).sum()) if len(completions) else 0,
         most_rows=rows,
     )
 
 
 class RolloutRanks:
-    """Which ranks answer which prompts: each data-parallel rank its own, together with the ranks that it shares the
+    """Which ranks sample for which prompts: each data-parallel rank its own, together with the ranks that it shares the
     model with."""
 
     def __init__(self, mesh: ParallelMesh, ranks: RankGroup) -> None:
@@ -128,17 +128,17 @@ def load_rewards(specs: Sequence[PluginSpec]) -> list[BoundPlugin]:
 
 
 def read_prompt(tokens: Array, mask: Array, tokenizer: Tokenizer, number: int = 0) -> Prompt:
-    """A conversation up to its last answer; ``mask`` marks what the assistant writes."""
+    """A conversation up to its last completion; ``mask`` marks what the assistant writes."""
     ends = np.flatnonzero(mask)
     before = np.flatnonzero(~mask[: ends[-1]])
     first = int(before[-1]) + 1 if len(before) else 0
-    answer = tokens[first : ends[-1] + 1].tolist()
-    answer = [token for token in answer if token not in tokenizer.stop_token_ids]
+    completion = tokens[first : ends[-1] + 1].tolist()
+    completion = [token for token in completion if token not in tokenizer.stop_token_ids]
     prompt = tokens[:first].tolist()
-    return Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer), number)
+    return Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(completion), number)
 
 
-def sample_answers(
+def sample_completions(
     model: ParallelModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -146,9 +146,9 @@ def sample_answers(
     copies: int,
     ping: Callable[[], None],
 ) -> list[list[Completion]]:
-    """``copies`` answers to each of this rank's prompts; every rank calls it, with prompts or without.
+    """``copies`` completions to each of this rank's prompts; every rank calls it, with prompts or without.
 
-    An answer depends on the weights, the seed, its prompt and that prompt's number, not on how prompts are divided.
+    A completion depends on the weights, the seed, its prompt and that prompt's number, not on how prompts are divided.
     """
     repeated = [one.tokens for one in prompts for _ in range(copies)]
     numbers = [one.number * copies + copy for one in prompts for copy in range(copies)]
@@ -166,9 +166,9 @@ def score_rollouts(
     """``peers`` are the ranks with the same prompts: the first computes, since a function may use randomness, time or a
     service."""
 
-    def reward_of(prompt: Prompt, answer: str) -> float:
+    def reward_of(prompt: Prompt, completion: str) -> float:
         ping()
-        return sum(_reward(function, prompt, answer, prompt.reference) for function in rewards)
+        return sum(_reward(function, prompt, completion, prompt.reference) for function in rewards)
 
     def compute() -> list[list[float]]:
         return [
@@ -183,14 +183,14 @@ def score_rollouts(
     ]
 
 
-def _reward(function: Reward, prompt: Prompt, answer: str, reference: str) -> float:
+def _reward(function: Reward, prompt: Prompt, completion: str, reference: str) -> float:
     name = function.name if isinstance(function, BoundPlugin) else getattr(function, "__name__", str(function))
     try:
-        value = float(function(prompt.text, answer, reference))
+        value = float(function(prompt.text, completion, reference))
     except Exception as error:
-        raise Z2aError(f"reward function {name} failed on the answer {answer[:200]!r}: {error}") from error
+        raise Z2aError(f"reward function {name} failed on the completion {completion[:200]!r}: {error}") from error
     if not np.isfinite(value):
-        raise Z2aError(f"reward function {name} returned {value} for the answer {answer[:200]!r}")
+        raise Z2aError(f"reward function {name} returned {value} for the completion {completion[:200]!r}")
     return value
 
 
@@ -211,7 +211,7 @@ class EndpointSampler:
     def sample(
         self, prompts: Sequence[Prompt], params: SamplingParams, copies: int, ping: Callable[[], None]
     ) -> list[list[Completion]]:
-        """``copies`` answers to each prompt; ``ping`` is called after each."""
+        """``copies`` completions to each prompt; ``ping`` is called after each."""
         found = []
         with ThreadPoolExecutor(WORKERS) as pool:
             for group in pool.map(lambda prompt: self._ask(prompt, params, copies), prompts):
@@ -220,8 +220,8 @@ class EndpointSampler:
         return found
 
     def _ask(self, prompt: Prompt, params: SamplingParams, copies: int) -> list[Completion]:
-        """In parts, since servers limit the answers to one request. Equal prompts have seeds of their own."""
-        parts = [min(MAX_ANSWERS, copies - first) for first in range(0, copies, MAX_ANSWERS)]
+        """In parts, since servers limit the completions to one request. Equal prompts have seeds of their own."""
+        parts = [min(MAX_COMPLETIONS, copies - first) for first in range(0, copies, MAX_COMPLETIONS)]
         first_seed = params.seed + SEED_STRIDE * prompt.number
         found = [self._post(prompt, params, count, first_seed + number) for number, count in enumerate(parts)]
         return [one for part in found for one in part]
@@ -244,7 +244,7 @@ class EndpointSampler:
                 f"the endpoint replies without token_ids or logprobs ({error}): use z2a serve or vLLM"
             ) from error
         if len(choices) != copies:
-            raise Z2aError(f"the endpoint replies with {len(choices)} answers, not {copies}")
+            raise Z2aError(f"the endpoint replies with {len(choices)} completions, not {copies}")
         return choices
 
     def _completion(self, choice: dict[str, Any], prompt: Prompt) -> Completion:

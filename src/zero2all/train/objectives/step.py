@@ -15,13 +15,13 @@ from zero2all.base.machine.devices import copy_to_device, fp64_device
 from zero2all.model.ops.cross_entropy import SoftTargets
 from zero2all.parallel import ParallelModel
 from zero2all.parallel.pipeline_parallel import SequenceObjective
-from zero2all.recipe.objective import DPORecipe, KTORecipe, ObjectiveRecipe
+from zero2all.recipe.objective import DPORecipe, KTORecipe
 from zero2all.train.data_loader import Batch
-from zero2all.train.objectives.answers import AnswerSources, score_answers
+from zero2all.train.objectives.completions import CompletionSources, score_completions
 from zero2all.train.objectives.preference import (
     KTO_METRICS,
     PAIR_METRICS,
-    AnswerBatch,
+    CompletionBatch,
     kto_losses,
     kto_metrics,
     preference_losses,
@@ -89,7 +89,7 @@ class StepLoss:
 
 
 class StepObjective(Protocol):
-    """Called once a step, in this order, by every rank."""
+    """Called once per step, in this order, by every rank."""
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
         """Before the forward pass; may run the model without a gradient."""
@@ -102,11 +102,16 @@ class StepObjective(Protocol):
 
     def metrics(self, rows: Rows) -> dict[str, float]: ...
 
+    def idle_reason(self, batch: Batch, metrics: Mapping[str, float]) -> str | None:
+        """Why no token of the step is trained on; None if some are."""
+        return why_idle(batch)
+
     def validate(self, model: ParallelModel) -> dict[str, float]:
         """Metrics of its own on the validation set."""
+        return {}
 
 
-class TokenObjective:
+class TokenObjective(StepObjective):
     """Pretraining and supervised fine-tuning: the mean loss of all targets."""
 
     def __init__(self, source_losses: SourceLosses) -> None:
@@ -126,25 +131,22 @@ class TokenObjective:
     def metrics(self, rows: Rows) -> dict[str, float]:
         return self._source_losses.metrics(rows)
 
-    def validate(self, model: ParallelModel) -> dict[str, float]:
-        return {}
 
+class PreferenceObjective(StepObjective):
+    """Preference pairs: see ``DPORecipe``. The value of a step is the mean over pairs, plus the SFT term."""
 
-class PreferenceObjective:
-    """Pairs of answers: see ``DPORecipe``. The value of a step is the mean over pairs, plus the SFT term."""
-
-    def __init__(self, recipe: DPORecipe, sources: AnswerSources) -> None:
+    def __init__(self, recipe: DPORecipe, sources: CompletionSources) -> None:
         self._recipe, self._sources = recipe, sources
-        self._answers: AnswerBatch | None = None
+        self._completions: CompletionBatch | None = None
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
-        assert batch.answers is not None
-        answers = self._answers = self._sources.answer_batch(batch, model.mesh.device)
-        counts = batch.answers.counts
+        assert batch.completions is not None
+        completions = self._completions = self._sources.completion_batch(batch, model.mesh.device)
+        counts = batch.completions.counts
         nll_weight = self._recipe.nll_weight * counts.examples / max(1, counts.desirable_targets)
 
         def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
-            own = answers.rows(rows)
+            own = completions.rows(rows)
             logps_BQ = own.logps(losses_BS)
             pairs = preference_losses(logps_BQ, own, self._recipe).sum()
             return pairs - nll_weight * logps_BQ[:, ::2].sum() if nll_weight else pairs
@@ -152,54 +154,54 @@ class PreferenceObjective:
         return StepLoss(counts.examples, objective)
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
-        assert self._answers is not None
-        return with_flags(preference_metrics(self._answers.logps(losses), self._answers, self._recipe))
+        assert self._completions is not None
+        return with_flags(preference_metrics(self._completions.logps(losses), self._completions, self._recipe))
 
     def loss(self, rows: Rows, batch: Batch) -> float:
-        assert batch.answers is not None
+        assert batch.completions is not None
         sums = dict(zip(PAIR_METRICS, (row[0] for row in rows), strict=True))
-        nll = -sums["logps/chosen"] / max(1, batch.answers.counts.desirable_targets)
-        return sums["loss"] / batch.answers.counts.examples + self._recipe.nll_weight * nll
+        nll = -sums["logps/chosen"] / max(1, batch.completions.counts.desirable_targets)
+        return sums["loss"] / batch.completions.counts.examples + self._recipe.nll_weight * nll
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         sums = dict(zip(PAIR_METRICS, (row[0] for row in rows), strict=True))
         return {name: sums[name] / sums["pairs"] for name in PAIR_METRICS[2:]}
 
     def validate(self, model: ParallelModel) -> dict[str, float]:
-        found = self._sources.validation_answers(model)
+        found = self._sources.validation_completions(model)
         if found is None:
             return {}
         sums = preference_metrics(*found, self._recipe).tolist()
         return {name: value / sums[0] for name, value in zip(PAIR_METRICS[1:], sums[1:], strict=True)}
 
 
-class KTOObjective:
-    """Answers with labels: see ``KTORecipe``. The value of a step is the mean over answers."""
+class KTOObjective(StepObjective):
+    """Completions with labels: see ``KTORecipe``. The value of a step is the mean over completions."""
 
-    def __init__(self, recipe: KTORecipe, sources: AnswerSources) -> None:
+    def __init__(self, recipe: KTORecipe, sources: CompletionSources) -> None:
         self._recipe, self._sources = recipe, sources
-        self._answers: AnswerBatch | None = None
+        self._completions: CompletionBatch | None = None
         self._divergence = 0.0
 
     def begin(self, model: ParallelModel, batch: Batch) -> StepLoss:
-        assert batch.answers is not None
-        answers = self._answers = self._sources.answer_batch(batch, model.mesh.device)
+        assert batch.completions is not None
+        completions = self._completions = self._sources.completion_batch(batch, model.mesh.device)
         self._divergence = divergence = self._estimate_divergence(model, batch)
 
         def objective(losses_BS: Tensor, rows: slice | Tensor) -> Tensor:
-            own = answers.rows(rows)
+            own = completions.rows(rows)
             return kto_losses(own.logps(losses_BS), own, divergence, self._recipe)
 
-        return StepLoss(batch.answers.counts.examples, objective)
+        return StepLoss(batch.completions.counts.examples, objective)
 
     def _estimate_divergence(self, model: ParallelModel, batch: Batch) -> float:
-        """The mean log-ratio of answers to other prompts, over the global batch; at least 0."""
+        """The mean log-ratio of completions to other prompts, over the global batch; at least 0."""
         ratios = []
-        documents = batch.stage.dataset.answer_documents(*batch.sample_range)
+        documents = batch.stage.dataset.completion_documents(*batch.sample_range)
         for source, pairs in self._sources.mismatched.items():
             numbers = np.array([number for name, number in documents if name == source], dtype=np.int64)
             fitting = numbers[pairs.lengths[numbers] <= pairs.seq_len + 1]
-            scores = score_answers(
+            scores = score_completions(
                 model,
                 pairs.lengths[fitting],
                 lambda n, own=fitting, pairs=pairs: pairs.read(int(own[n])),  # type: ignore[misc]
@@ -212,18 +214,20 @@ class KTOObjective:
         return max(0.0, float(both.mean())) if len(both) else 0.0
 
     def sums(self, model: ParallelModel, losses: Tensor, batch: Batch) -> Tensor:
-        assert self._answers is not None
-        return with_flags(kto_metrics(self._answers.logps(losses), self._answers, self._divergence, self._recipe))
+        assert self._completions is not None
+        return with_flags(
+            kto_metrics(self._completions.logps(losses), self._completions, self._divergence, self._recipe)
+        )
 
     def loss(self, rows: Rows, batch: Batch) -> float:
-        assert batch.answers is not None
-        return rows[1][0] / batch.answers.counts.examples
+        assert batch.completions is not None
+        return rows[1][0] / batch.completions.counts.examples
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         return _kto_means([row[0] for row in rows]) | {"kl": self._divergence}
 
     def validate(self, model: ParallelModel) -> dict[str, float]:
-        found = self._sources.validation_answers(model)
+        found = self._sources.validation_completions(model)
         return {} if found is None else _kto_means(kto_metrics(*found, self._divergence, self._recipe).tolist())
 
 
@@ -245,20 +249,13 @@ def with_flags(sums: Tensor) -> Tensor:
     return torch.nn.functional.pad(sums.to(fp64_device(sums.device)).double(), (0, 1))[:, None]
 
 
-def idle_reason(batch: Batch, objective: ObjectiveRecipe, metrics: Mapping[str, float]) -> str | None:
-    """Why no token of the step is trained on; None if some are. ``metrics`` are the objective's."""
-    if objective.name == "grpo":
-        if metrics.get("truncated_answers") != 1.0 or not objective.grpo.mask_truncated:
-            return None
-        return (
-            f"all answers were cut at {objective.max_answer_tokens} tokens, and cut answers are not trained on: "
-            "raise train.objective.max_answer_tokens, or set train.objective.grpo.mask_truncated=false"
-        )
-    if batch.answers is not None:
-        return "its batch has no answers to compare" if batch.answers.counts.examples == 0 else None
+def why_idle(batch: Batch) -> str | None:
+    """Why no token of a batch is trained on; None if some are."""
+    if batch.completions is not None:
+        return "its batch has no completions to compare" if batch.completions.counts.examples == 0 else None
     if batch.global_valid_tokens > 0:
         return None
     return (
-        "no token of its batch is a target: 'z2a tokens inspect' shows which are; answers longer than train.seq_len "
+        "no token of its batch is a target: 'z2a tokens inspect' shows which are; completions longer than seq_len "
         "are cut before they start"
     )

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 class DistillPlugin(ObjectivePlugin):
     """Learn the probabilities of a teacher."""
 
+    has_teacher = True
+
     def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
         return ("chat",) if recipe.distill.on_policy else ("text", "chat")
 
     def conversations(self, recipe: ObjectiveRecipe) -> Conversations:
         return "padded" if recipe.distill.on_policy else "cut"
+
+    def samples_per_prompt(self, recipe: ObjectiveRecipe) -> int:
+        return int(recipe.distill.on_policy)
 
     def mistakes(self, recipe: ObjectiveRecipe) -> Iterator[Mistake]:
         if recipe.distill.teacher is None:

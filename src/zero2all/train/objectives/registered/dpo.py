@@ -1,4 +1,4 @@
-"""Prefer the chosen of two answers."""
+"""Prefer the chosen of two completions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @register("objective", "dpo", supports=("sharded_parameters", "tensor_parallel", "pipeline_parallel"))
 class DPOPlugin(ObjectivePlugin):
-    """Prefer the chosen of two answers."""
+    """Prefer the chosen of two completions."""
 
-    compares_answers = weighs_tokens = True
+    compares_completions = weighs_tokens = True
 
     def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
         return ("preference",)
@@ -32,4 +32,4 @@ class DPOPlugin(ObjectivePlugin):
     def build(self, inputs: ObjectiveInputs) -> StepObjective:
         from zero2all.train.objectives.step import PreferenceObjective
 
-        return PreferenceObjective(inputs.options.dpo, inputs.answers())
+        return PreferenceObjective(inputs.options.dpo, inputs.completions())

@@ -1,4 +1,4 @@
-"""Raise the rewards of sampled answers."""
+"""Raise the rewards of sampled completions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 @register("objective", "grpo", supports=("sharded_parameters", "tensor_parallel", "pipeline_parallel"))
 class GRPOPlugin(ObjectivePlugin):
-    """Raise the rewards of sampled answers."""
+    """Raise the rewards of sampled completions."""
 
-    weighs_tokens = True
+    weighs_tokens = is_around_zero = True
 
     def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
         return ("chat",)
 
     def conversations(self, recipe: ObjectiveRecipe) -> Conversations:
         return "padded"
+
+    def samples_per_prompt(self, recipe: ObjectiveRecipe) -> int:
+        return recipe.grpo.group_size if recipe.grpo.endpoint is None else 0
 
     def mistakes(self, recipe: ObjectiveRecipe) -> Iterator[Mistake]:
         if not recipe.grpo.rewards:

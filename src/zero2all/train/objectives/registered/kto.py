@@ -1,4 +1,4 @@
-"""Prefer answers with the label true."""
+"""Prefer completions with the label true."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @register("objective", "kto", supports=("sharded_parameters", "tensor_parallel", "pipeline_parallel"))
 class KTOPlugin(ObjectivePlugin):
-    """Prefer answers with the label true."""
+    """Prefer completions with the label true."""
 
-    compares_answers = weighs_tokens = True
+    compares_completions = weighs_tokens = True
 
     def kinds(self, recipe: ObjectiveRecipe) -> tuple[SourceKind, ...]:
         return ("rating", "preference")
@@ -32,4 +32,4 @@ class KTOPlugin(ObjectivePlugin):
     def build(self, inputs: ObjectiveInputs) -> StepObjective:
         from zero2all.train.objectives.step import KTOObjective
 
-        return KTOObjective(inputs.options.kto, inputs.answers())
+        return KTOObjective(inputs.options.kto, inputs.completions(mismatched=True))

@@ -1,5 +1,5 @@
-"""The answers that a run compares, and their log-probabilities: by the model of the step, for validation, by the
-reference model (computed once and kept in the run directory), and for KTO of answers to other prompts."""
+"""The completions that a run compares, and their log-probabilities: by the model of the step, for validation, by the
+reference model (computed once and kept in the run directory), and for KTO of completions to other prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zero2all.tokens.conversation_rows import ConversationRows, best_fit_decreas
 from zero2all.tokens.token_store import Array, Split
 from zero2all.train.data_loader import Batch
 from zero2all.train.initial_weights import load_initial_weights
-from zero2all.train.objectives.preference import AnswerBatch
+from zero2all.train.objectives.preference import CompletionBatch
 from zero2all.train.plan import Plan
 from zero2all.train.run import Run
 
@@ -39,8 +39,8 @@ REFERENCE = "reference"  # the directory of its log-probabilities in a run
 MANIFEST = "reference.json"
 
 
-class MismatchedAnswers:
-    """For each document of a source, its prompt with the answer of the next document that has a different prompt.
+class MismatchedCompletions:
+    """For each document of a source, its prompt with the completion of the next document that has a different prompt.
 
     Documents with the same prompt are the two of a pair, or several ratings of one prompt, anywhere in the source. The
     pairing depends on the store alone, so that the reference scores each once.
@@ -58,7 +58,7 @@ class MismatchedAnswers:
         partners = _next_different(prompts)
         if partners is None:
             raise Z2aError(
-                f"all conversations of {source} have the same prompt, and KTO needs answers to different prompts: "
+                f"all conversations of {source} have the same prompt, and KTO needs completions to different prompts: "
                 f"leave {source} out of train.mixture, or put it into one source with other prompts"
             )
         self._next = np.full(len(rows.document_lengths), -1, dtype=np.int64)
@@ -67,15 +67,15 @@ class MismatchedAnswers:
         self.lengths[used] = sizes[:, 0] + sizes[partners, 1] + 1
 
     def read(self, number: int) -> tuple[Array, Array]:
-        """Tokens, and which of them are the answer."""
+        """Tokens, and which of them are the completion."""
         tokens, mask = self._rows.read_document(number)
         other, other_mask = self._rows.read_document(int(self._next[number]))
         prompt = tokens[: int(mask.argmax())]
         places = np.flatnonzero(other_mask)
-        answer, answer_mask = (values[places[0] : places[-1] + 1] for values in (other, other_mask))
+        completion, completion_mask = (values[places[0] : places[-1] + 1] for values in (other, other_mask))
         return (  # with an end-of-text token, as every document ends
-            np.concatenate([prompt, answer, tokens[-1:]]),
-            np.concatenate([np.zeros(len(prompt), dtype=bool), answer_mask, [False]]),
+            np.concatenate([prompt, completion, tokens[-1:]]),
+            np.concatenate([np.zeros(len(prompt), dtype=bool), completion_mask, [False]]),
         )
 
 
@@ -94,7 +94,7 @@ ReadSequence = Callable[[int], tuple[Array, Array]]
 """The tokens of a sequence, and which of them are targets."""
 
 
-def score_answers(
+def score_completions(
     model: ParallelModel, lengths: Array, read: ReadSequence, seq_len: int, label: str | None = None
 ) -> Array:
     """The log-probability of the targets of each sequence, in fp64; NaN if it is longer than ``seq_len`` + 1.
@@ -153,14 +153,14 @@ class ReferenceManifest:
 
 
 Reference = Mapping[str, Array]
-"""The log-probability of each document's answer in fp64, by split and source, such as ``train/pairs`` or
+"""The log-probability of each document's completion in fp64, by split and source, such as ``train/pairs`` or
 ``mismatched/pairs``."""
 
 
 def reference_key(
     init_fingerprint: str | None, stores: list[str], seq_len: int, dtype: str, *, mismatched: bool
 ) -> str:
-    """The number counts changes of how answers are packed, masked and paired."""
+    """The number counts changes of how completions are packed, masked and paired."""
     return fingerprint([2, init_fingerprint, stores, seq_len, dtype, mismatched])
 
 
@@ -182,12 +182,12 @@ def read_reference(directory: Path, key: str) -> Reference | None:
 def compute_reference(
     model: ParallelModel,
     rows: Mapping[tuple[Split, str], ConversationRows],
-    mismatched: Mapping[str, MismatchedAnswers],
+    mismatched: Mapping[str, MismatchedCompletions],
 ) -> Reference:
     """With the model as it is now; every rank calls it."""
     logps = {}
     for (split, source), of_source in rows.items():
-        logps[f"{split}/{source}"] = score_answers(
+        logps[f"{split}/{source}"] = score_completions(
             model,
             of_source.document_lengths,
             of_source.read_document,
@@ -195,7 +195,7 @@ def compute_reference(
             f"reference log-probabilities of {source} ({split})",
         )
     for source, pairs in mismatched.items():
-        logps[f"mismatched/{source}"] = score_answers(
+        logps[f"mismatched/{source}"] = score_completions(
             model, pairs.lengths, pairs.read, pairs.seq_len, f"reference divergence of {source}"
         )
     return logps
@@ -217,10 +217,10 @@ def objective_config(config: ModelConfig, objective: ObjectiveRecipe) -> ModelCo
     return config.model_copy(update={"ops": config.ops.model_copy(update={"cross_entropy": "chunked"})})
 
 
-class AnswerSources:
+class CompletionSources:
     """The rows of both splits of all sources that a run trains on, and the reference if the objective needs one."""
 
-    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, *, mismatched: bool) -> None:
         self.seq_len = max(stage.seq_len for stage in recipe.train.resolved_stages())
         self.fingerprints: list[str] = []
         self.rows: dict[tuple[Split, str], ConversationRows] = {}
@@ -231,19 +231,19 @@ class AnswerSources:
             for name in plan.sources:
                 shards = store.sources.get(name, [])
                 self.rows[split, name] = ConversationRows(shards, self.seq_len, per_example=per_example)
-        self.mismatched: dict[str, MismatchedAnswers] = {}
-        if recipe.train.objective.name == "kto":
-            self.mismatched = {name: MismatchedAnswers(self.rows["train", name], name) for name in plan.sources}
+        self.mismatched: dict[str, MismatchedCompletions] = {}
+        if mismatched:
+            self.mismatched = {name: MismatchedCompletions(self.rows["train", name], name) for name in plan.sources}
         self.reference: Reference | None = None
 
     def reference_of(self, split: str, source: str) -> Array | None:
         """None if the objective needs none."""
         return None if self.reference is None else self.reference[f"{split}/{source}"]
 
-    def answer_batch(self, batch: Batch, device: torch.device) -> AnswerBatch:
-        """The answers of a rank's rows; rows of padding have none."""
-        assert batch.answers is not None
-        rows = batch.answers.rows
+    def completion_batch(self, batch: Batch, device: torch.device) -> CompletionBatch:
+        """The completions of a rank's rows; rows of padding have none."""
+        assert batch.completions is not None
+        rows = batch.completions.rows
         shape = (len(batch.inputs), max(1, max((len(row.documents) for row in rows), default=1)))
         segments = np.zeros(batch.inputs.shape, dtype=np.int64)
         lengths, desirable = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
@@ -255,16 +255,16 @@ class AnswerSources:
             if (logps := self.reference_of("train", source)) is not None:
                 reference[place, :count] = logps[row.documents]
         columns = (segments, lengths, desirable, reference.astype(np.float32))
-        return AnswerBatch(*map(torch.from_numpy, columns)).to(device)
+        return CompletionBatch(*map(torch.from_numpy, columns)).to(device)
 
-    def validation_answers(self, model: ParallelModel) -> tuple[Tensor, AnswerBatch] | None:
-        """Log-probabilities of all answers of the validation set, as one row of them; None if there are none."""
+    def validation_completions(self, model: ParallelModel) -> tuple[Tensor, CompletionBatch] | None:
+        """Log-probabilities of all completions of the validation set, as one row of them; None if there are none."""
         logps, reference, lengths, desirable = [], [], [], []
         for (split, source), rows in self.rows.items():
             if split != "valid":
                 continue
             used, label = rows.used_documents, f"answers of {source} (validation)"
-            scores = score_answers(model, rows.document_lengths, rows.read_document, rows.seq_len, label)
+            scores = score_completions(model, rows.document_lengths, rows.read_document, rows.seq_len, label)
             logps.append(scores[used])
             of_source = self.reference_of("valid", source)
             reference.append((np.zeros(len(scores)) if of_source is None else of_source)[used])
@@ -274,11 +274,11 @@ class AnswerSources:
             return None
         columns = [torch.from_numpy(np.concatenate(parts))[None] for parts in (lengths, desirable, reference)]
         empty = torch.zeros(1, 0, dtype=torch.int64)
-        return torch.from_numpy(np.concatenate(logps))[None], AnswerBatch(empty, *columns)
+        return torch.from_numpy(np.concatenate(logps))[None], CompletionBatch(empty, *columns)
 
 
 def open_reference(
-    run: Run, model: ParallelModel, tokenizer: Tokenizer, answers: AnswerSources, ranks: RankGroup
+    run: Run, model: ParallelModel, tokenizer: Tokenizer, completions: CompletionSources, ranks: RankGroup
 ) -> InitialWeights | None:
     """Set the reference of a run: as stored, or computed with the initial weights, which must be those that it began
     with. Returns these weights if the model has them now, because the reference was computed."""
@@ -286,17 +286,17 @@ def open_reference(
     assert init is not None
     key_of = partial(
         reference_key,
-        stores=answers.fingerprints,
-        seq_len=answers.seq_len,
+        stores=completions.fingerprints,
+        seq_len=completions.seq_len,
         dtype=dtype_name(model.dtype),
-        mismatched=bool(answers.mismatched),
+        mismatched=bool(completions.mismatched),
     )
     recorded = ranks.on_rank0(run.initial_weights)
     if recorded is not None:
         key = key_of(recorded.fingerprint)
         stored = ranks.on_rank0(lambda: read_reference(directory, key))
         if stored is not None:
-            answers.reference = stored
+            completions.reference = stored
             return None
     loaded = load_initial_weights(init, model, tokenizer, ranks)
     if recorded is not None and recorded.fingerprint != loaded.fingerprint:
@@ -304,8 +304,8 @@ def open_reference(
             f"{loaded.path} is not what {run.directory} began with, and the log-probabilities by it are not in "
             f"{directory}: restore it, or train another run (--name)"
         )
-    answers.reference = reference = compute_reference(model, answers.rows, answers.mismatched)
+    completions.reference = reference = compute_reference(model, completions.rows, completions.mismatched)
     key = key_of(loaded.fingerprint)
     ranks.on_rank0(lambda: write_reference(directory, key, reference))
-    say(f"reference log-probabilities of {sum(map(len, reference.values())):,} answers are in {directory}")
+    say(f"reference log-probabilities of {sum(map(len, reference.values())):,} completions are in {directory}")
     return loaded
