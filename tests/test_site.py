@@ -160,9 +160,7 @@ def test_abbreviations_come_from_the_glossary() -> None:
 
 
 def test_the_map_for_programs_has_the_first_sentence_of_a_page() -> None:
-    page = (
-        "# Fetch\n\n<!-- generated -->\n\n![a](b.svg)\n\nUse this when *text* is [away](x.md): it comes.\n"
-    )
+    page = "# Fetch\n\n<!-- generated -->\n\n![a](b.svg)\n\nUse this when *text* is [away](x.md): it comes.\n"
     assert title_and_first_sentence(page) == ("Fetch", "Use this when text is away")
 
 

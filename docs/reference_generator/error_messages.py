@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,10 +58,11 @@ def source() -> Source:
         for target in node.targets
         if isinstance(target, ast.Name)
     ]
+    times = Counter(name for name, _ in assigned)
     constants = {  # also of functions, if no other has the name
         name: str(value)
         for name, value in assigned
-        if isinstance(value, str | int) and (name.isupper() or [other for other, _ in assigned].count(name) == 1)
+        if isinstance(value, str | int) and (name.isupper() or times[name] == 1)
     }
     functions = {
         node.name: node
