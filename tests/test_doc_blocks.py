@@ -12,6 +12,7 @@ from sybil import Example
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
+from tests import doc_blocks
 from tests.doc_pages import (
     MARKED,
     ROOT,
@@ -22,6 +23,8 @@ from tests.doc_pages import (
     recipe_with,
     sandbox,
 )
+from tests.test_doc_commands import EXECUTED, page_commands
+from tests.test_docs import ENGLISH
 
 SMALL_MODEL = "{{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, qk_norm: true}}"
 PAGES = [
@@ -41,6 +44,17 @@ PAGES = [
         in_clone=True,
     ),
 ]  # fmt: skip
+
+ALL_PAGES = [*PAGES, *doc_blocks.pages()]
+# Pages outside the areas of tests/doc_blocks whose blocks run elsewhere, or cannot.
+NOT_RUN = {
+    "AGENTS.md": "installs and runs the gate",
+    "CONTRIBUTING.md": "installs and runs the gate",
+    "SECURITY.md": "its commands need a cluster",
+    "examples/README.md": "tests/test_examples.py runs every command",
+    "docs/reference/cli.md": "generated; tests/test_doc_commands.py parses its examples",
+    "docs/reference/python.md": "generated; doctests",
+}
 
 
 class Blocks:
@@ -112,7 +126,7 @@ def is_suite(text: str) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.path)
 def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> None:
     text = (ROOT / page.path).read_text(encoding="utf-8")
     stale = [printed for printed in page.changes if printed not in text]
@@ -125,12 +139,18 @@ def test_blocks_run_as_printed(page: Page, tmp_path: Path, workspace: Path) -> N
 
 
 def test_every_page_with_commands_is_executed() -> None:
-    guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guides").glob("*[!N].md")}
-    assert {page.path for page in PAGES} == guides | {"README.md", "recipes/README.md"}
+    """By this file, in the gate, or there is a reason why not."""
+    commands = {page for page in ENGLISH if page != "CHANGELOG.md" and page_commands(page)}
+    reasons = {**NOT_RUN, **doc_blocks.not_run()}
+    run = [page.path for page in ALL_PAGES]
+    assert sorted(commands - {*run, *EXECUTED, *reasons}) == [], "add a Page, or NOT_RUN with the reason"
+    assert sorted({*run, *reasons} - {*ENGLISH}) == [], "no such page"
+    assert len(run) == len(set(run)), "two entries for one page"
+    assert [page for page in reasons if page in run or not reasons[page].strip()] == []
 
 
 def test_fewer_than_a_tenth_of_the_blocks_have_a_command_that_is_not_run() -> None:
-    blocks = [text for page in PAGES for language in ("sh", "python") for text in Blocks(page).sources(language)]
+    blocks = [text for page in ALL_PAGES for language in ("sh", "python") for text in Blocks(page).sources(language)]
     marked = [
         text for text in blocks if any(re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in MARKED)
     ]

@@ -1,4 +1,4 @@
-"""Docstrings are whole sentences or noun phrases, and no text leans on "that of" or "those of"."""
+"""Docstrings and help texts are whole sentences or noun phrases, and no text leans on "that of" or "those of"."""
 
 from __future__ import annotations
 
@@ -49,6 +49,39 @@ def test_no_docstring_starts_as_a_fragment() -> None:
         if FRAGMENT.match(docstring)
     ]
     assert not found, "\n".join(found)
+
+
+def help_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The value of each keyword ``help``: of commands, options and arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            yield from ((one.lineno, one.value) for one in _texts(node.value))
+
+
+def _texts(node: ast.expr) -> Iterator[ast.Constant]:
+    """The first text of an expression: of a sum of texts, the rest does not start one."""
+    if isinstance(node, ast.BinOp):
+        yield from _texts(node.left)
+    elif isinstance(node, ast.JoinedStr) and node.values:
+        yield from _texts(node.values[0])
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node
+
+
+def test_no_help_text_starts_as_a_fragment() -> None:
+    found = [
+        f"{name}:{line}: {text}"
+        for name, source in sources()
+        if "help=" in source
+        for line, text in help_texts(ast.parse(source))
+        if FRAGMENT.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_fragment_in_a_help_text_is_found() -> None:
+    tree = ast.parse('Option(help="Of a server."); Option(help="By " + name); Option(help="Print it."); f(x="Of it")')
+    assert [bool(FRAGMENT.match(text)) for _, text in help_texts(tree)] == [True, True, False]
 
 
 def test_no_text_says_that_of_or_those_of() -> None:

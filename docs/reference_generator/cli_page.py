@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from typer.models import ArgumentInfo, OptionInfo
 
+from reference_generator.catalogue import Say, english
 from reference_generator.markdown import code, first_paragraph, page, paragraphs, prose, table, value_text
 from zero2all.cli.main import PANELS, app
 
@@ -57,40 +58,41 @@ class Parameter(NamedTuple):
         return shown + ("..." if get_origin(self.kind) is list and not shown.endswith("...") else "")
 
 
-def cli_page() -> str:
+def cli_page(say: Say = english) -> str:
     groups = {info.name: info.typer_instance for info in app.registered_groups}
     functions = {info.name: info.callback for info in app.registered_commands}
     parts = [
-        CLI_INTRODUCTION,
-        "## Exit codes",
-        table(["Exit code", "Meaning"], EXIT_CODES),
+        say(CLI_INTRODUCTION),
+        f"## {say('Exit codes')}",
+        table([say("Exit code"), say("Meaning")], ((code, say(text)) for code, text in EXIT_CODES)),
         "## `z2a`",
-        first_paragraph(app.info.help),
+        say(first_paragraph(app.info.help)),
         code("z2a [OPTIONS] COMMAND [ARGS]..."),
     ]
     assert app.registered_callback is not None
-    root = option_rows(parameters(app.registered_callback.callback))
-    parts.append(table(OPTION_HEADS, [*root, *COMMON_OPTIONS]))
+    root = option_rows(parameters(app.registered_callback.callback), say)
+    common = [(name, say(kind), default, say(text)) for name, kind, default, text in COMMON_OPTIONS]
+    parts.append(table(list(map(say, OPTION_HEADS)), [*root, *common]))
     for panel, names in PANELS.items():
-        parts.append(f"## {panel}")
+        parts.append(f"## {say(panel)}")
         for name in names:
             if name in groups:
-                parts += group_parts(["z2a", name], groups[name])
+                parts += group_parts(["z2a", name], groups[name], say)
             else:
-                parts += command_parts(["z2a", name], functions[name])
-    return page("Command-line reference", *parts)
+                parts += command_parts(["z2a", name], functions[name], say)
+    return page(say("Command-line reference"), *parts, chinese=say is not english)
 
 
-def group_parts(words: list[str], group: Any) -> list[str]:
-    parts = [f"### `{' '.join(words)}`", first_paragraph(group.info.help)]
+def group_parts(words: list[str], group: Any, say: Say) -> list[str]:
+    parts = [f"### `{' '.join(words)}`", say(first_paragraph(group.info.help))]
     for info in group.registered_commands:
-        parts += command_parts([*words, info.name or info.callback.__name__.replace("_", "-")], info.callback)
+        parts += command_parts([*words, info.name or info.callback.__name__.replace("_", "-")], info.callback, say)
     for info in group.registered_groups:
-        parts += group_parts([*words, info.name], info.typer_instance)
+        parts += group_parts([*words, info.name], info.typer_instance, say)
     return parts
 
 
-def command_parts(words: list[str], function: Any) -> list[str]:
+def command_parts(words: list[str], function: Any, say: Say) -> list[str]:
     given = parameters(function)
     arguments = [one for one in given if isinstance(one.info, ArgumentInfo)]
     required = [
@@ -102,11 +104,14 @@ def command_parts(words: list[str], function: Any) -> list[str]:
     *description, example = paragraphs(function.__doc__)
     return [
         f"{'###' if len(words) == 2 else '####'} `{' '.join(words)}`",
-        *description,
+        *map(say, description),
         code(" ".join(synopsis)),
-        table(["Argument", "Description"], ((f"`{one.metavar}`", argument_help(one)) for one in arguments)),
-        table(OPTION_HEADS, option_rows(given)),
-        "Example:",
+        table(
+            [say("Argument"), say("Description")],
+            ((f"`{one.metavar}`", argument_help(one, say)) for one in arguments),
+        ),
+        table(list(map(say, OPTION_HEADS)), option_rows(given, say)),
+        say("Example:"),
         example,
     ]
 
@@ -122,26 +127,27 @@ def parameters(function: Any) -> list[Parameter]:
     return found
 
 
-def argument_help(argument: Parameter) -> str:
-    default = "" if argument.required or argument.default is None else f" Default: `{argument.default}`."
-    return prose(argument.info.help or "") + default
+def argument_help(argument: Parameter, say: Say) -> str:
+    has_default = not argument.required and argument.default is not None
+    default = say(" Default: `{}`.").format(argument.default) if has_default else ""
+    return say(prose(argument.info.help or "")) + default
 
 
-def option_rows(given: list[Parameter]) -> list[tuple[str, str, str, str]]:
+def option_rows(given: list[Parameter], say: Say) -> list[tuple[str, str, str, str]]:
     return [
         (
             ", ".join(f"`{flag}`" for declared in one.flags for flag in declared.split("/")),
             f"`{kind}`" if isinstance(one.kind, type(Literal["a"])) else kind,
-            option_default(one),
-            prose(one.info.help or ""),
+            option_default(one, say),
+            say(prose(one.info.help or "")),
         )
         for one in given
         if isinstance(one.info, OptionInfo)
-        for kind in [option_type(one)]
+        for kind in [option_type(one, say)]
     ]
 
 
-def option_type(option: Parameter) -> str:
+def option_type(option: Parameter, say: Say = english) -> str:
     kind = option.kind
     if get_origin(kind) is list:
         kind = get_args(kind)[0]
@@ -151,12 +157,12 @@ def option_type(option: Parameter) -> str:
     limits = [
         f"{sign} {limit:g}" for sign, limit in (("≥", option.info.min), ("≤", option.info.max)) if limit is not None
     ]
-    return " ".join([name, " and ".join(limits)]).rstrip()
+    return " ".join([say(name), say(" and ").join(limits)]).rstrip()
 
 
-def option_default(option: Parameter) -> str:
+def option_default(option: Parameter, say: Say) -> str:
     if option.required:
-        return "required"
+        return say("required")
     if isinstance(option.default, bool):
         names = option.flags[0].split("/")
         return f"`{names[0 if option.default else 1]}`" if len(names) > 1 else ""

@@ -30,7 +30,7 @@ from zero2all.track.prometheus import FAMILIES
 from zero2all.train.step_timer import PARTS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/**", "recipes", "examples")
+PAGES = ("*.md", "docs/**/*.md", "recipes/*.md", "examples/*.md")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 STEP_PART = re.compile(r"`time/(\w+)`")
@@ -48,7 +48,7 @@ SHAPE_CHINESE = (
 def filled_pages() -> dict[Path, str]:
     """Each page with a generated part, and its text as it should be."""
     found = {}
-    for path in sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}):
+    for path in sorted(path for pattern in PAGES for path in ROOT.glob(pattern)):
         text = path.read_text("utf-8")
         if FRAGMENT.search(text):
             found[path] = FRAGMENT.sub(functools.partial(_filled, path), text)
@@ -141,7 +141,7 @@ def _gpu_sizes(name: str, text: str, chinese: bool) -> str:
 Fragment = Callable[[str, bool], str]
 """From the text between the markers, and whether the page is Chinese, to the text that should be there."""
 FRAGMENTS: dict[str, Fragment] = {
-    "extras": lambda text, chinese: same_names(text, extras()),
+    "extras": lambda text, chinese: same_names(text, extras().keys() - {"docs"}),  # builds the site; no user needs it
     "extras-outside-dev": extras_outside_dev,
     "layers": layers,
     "optimizers": lambda text, chinese: same_names(text, builtin_names("optimizer")),

@@ -12,13 +12,17 @@ from typing import Any
 
 import yaml
 
-LINKS = "[Recipe](recipe.md) · [Command line](cli.md) · [Python API](python.md)"
+LINKS = "[Recipe](recipe.md) · [Command line](cli.md) · [Python API](python.md) · [Errors](errors.md)"
+LINKS_CHINESE = (
+    "[配方](recipe.zh-CN.md) · [命令行](cli.zh-CN.md) · [Python API](python.md) · [错误信息](errors.zh-CN.md)"
+)
 NOTE = "<!-- Generated: change the docstrings in src/zero2all and run `python docs/generate_reference.py`. -->"
 
 
-def page(title: str, *parts: str) -> str:
+def page(title: str, *parts: str, chinese: bool = False) -> str:
     """A page of its parts; empty ones are left out."""
-    return "\n\n".join([f"# {title}\n{LINKS}", NOTE, *filter(None, parts)]) + "\n"
+    links = LINKS_CHINESE if chinese else LINKS
+    return "\n\n".join([f"# {title}\n\n{links}", NOTE, *filter(None, parts)]) + "\n"
 
 
 def table(heads: list[str], rows: Iterable[Iterable[str]]) -> str:

@@ -23,6 +23,7 @@ from zero2all.base.console import say, set_verbose
 from zero2all.base.errors import RecipeError, UsageError, Z2aError, is_disk_full, is_out_of_memory
 from zero2all.base.redact import redact
 from zero2all.base.units import parse_bytes
+from zero2all.cli.error_pages import help_anchor
 
 if TYPE_CHECKING:
     from zero2all.base.tasks import TaskEngine
@@ -203,6 +204,8 @@ def print_json(value: object) -> None:
 
 def _exit_with_error(message: str, status: int, *, as_json: bool, error: Exception | None = None) -> None:
     say(f"error: {message}")
+    if (anchor := help_anchor(message)) is not None:
+        say(f"see {anchor}")
     if error is not None and ERROR_FILE in os.environ:
         from zero2all.cluster.launch.worker import record_exception
 
