@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from reference_generator.evidence import MEASUREMENTS, fault_tables, measurements, parity_tables
 from zero2all.base.plugins import builtin_names
 from zero2all.base.units import Duration, show_count
 from zero2all.base.workspace import MAX_DEPTH
@@ -25,9 +26,8 @@ from zero2all.recipe import PRESETS, Recipe, builtin_recipe_path, load_recipe_or
 from zero2all.storyworld import LANGUAGES
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/guides", "recipes", "examples")
+FOLDERS = (".", "recipes", "examples")
 FRAGMENT = re.compile(r"<!-- generated: ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
-CELL = re.compile(r"^(.+?)(?: \(\*\))?$")  # (*) refers to a note
 SHAPE = (
     "vocabulary {recipe.tokenizer.vocab_size:,}, {recipe.model.num_hidden_layers} layers, "
     "sequences of {recipe.train.seq_len:,} tokens, batches of {recipe.train.batch_tokens:,}"
@@ -41,7 +41,8 @@ SHAPE_CHINESE = (
 def filled_pages() -> dict[Path, str]:
     """Each page with a generated part, and its text as it should be."""
     found = {}
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")):
+    pages = (*(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")), *(ROOT / "docs").rglob("*.md"))
+    for path in sorted(pages):
         text = path.read_text("utf-8")
         if FRAGMENT.search(text):
             found[path] = FRAGMENT.sub(functools.partial(_filled, path), text)
@@ -134,7 +135,9 @@ FRAGMENTS: dict[str, Fragment] = {
         [name for name in PRESETS if not name.startswith("z2all-")], chinese
     ),
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
-    "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
+    "fault-tables": fault_tables,
+    "parity-tables": parity_tables,
+    **{f"measurements-{name}": lambda text, chinese, name=name: measurements(name, chinese) for name in MEASUREMENTS},
     "faults": lambda text, chinese: str(len(FAULTS)),
     "run-depth": lambda text, chinese: str(MAX_DEPTH),
     "stories": lambda text, chinese: f"{STORIES_PER_LANGUAGE:,}",
