@@ -66,11 +66,10 @@ def plain_table(heads: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def _source(one: dict[str, Any], chinese: bool) -> str:
-    where = f"机器 {one['machine']}，commit `{one['commit']}`。" if chinese else (
-        f"Machine {one['machine']}, commit `{one['commit']}`."
-    )  # fmt: skip
+    """The command, and in parentheses the machine and the commit."""
+    where = f"（{one['machine']}，`{one['commit']}`）" if chinese else f"({one['machine']}, `{one['commit']}`)"
     if len(one["command"]) == 1:
-        return f"`{one['command'][0]}`\n\n{where}"
+        return f"`{one['command'][0]}` {where}"
     return f"{code(chr(10).join(one['command']))}\n\n{where}"
 
 
