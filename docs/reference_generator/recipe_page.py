@@ -36,7 +36,7 @@ RECIPE_INTRODUCTION = """\
 A recipe is a YAML file. Every key has a default unless it is marked as required. Overrides on the command line replace
 values from the file: `z2a train my.yaml train.steps=200`. A list is replaced as a whole. `z2a recipe check` validates a
 recipe, `z2a recipe show` prints it with all defaults filled in, and `z2a recipe schema` prints the JSON Schema for
-editors. [formats.md](../formats.md#recipe) describes the syntax.
+editors. [File formats](formats-data.md#recipe) describes the syntax.
 
 `[]` in a path stands for an element of a list: `corpus.sources[].name` is the name of a source. *Since* is the version
 that introduced the key under this name. A recipe with an earlier name fails, and the error suggests the new one.
