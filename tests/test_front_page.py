@@ -59,7 +59,8 @@ def test_the_gpu_script_takes_at_most_as_long_as_stated(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "row"), [("docs/evidence/comparison.md", "Training precision"), ("docs/evidence/comparison.zh-CN.md", "训练精度")]
+    ("page", "row"),
+    [("docs/evidence/comparison.md", "Training precision"), ("docs/evidence/comparison.zh-CN.md", "训练精度")],
 )
 def test_the_comparison_lists_the_precisions_of_a_recipe(page: str, row: str) -> None:
     [cell] = re.findall(rf"^\| {row} \| ([^|]+) \|", prose(page), re.MULTILINE)
