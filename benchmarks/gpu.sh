@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a machine with 1 or 8 GPUs shows of zero2all, in at most 35 minutes: see docs/status.md.
+# What a machine with 1 or 8 GPUs shows of zero2all, in at most 35 minutes: see docs/evidence/status.md.
 #
 #   benchmarks/gpu.sh                          # writes gpu-report.md; prints how to send it back
 #   benchmarks/gpu.sh --only kernels --only mfu-1b

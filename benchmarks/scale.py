@@ -3,9 +3,9 @@
     python -m benchmarks scale --work /tmp/scale                  # all parts
     python -m benchmarks scale --work /tmp/scale --only store     # rendezvous, ranks, restore, store, order or records
 
-Measured on this machine, in the shape of the tables in docs/benchmarks.md. Nodes have eight ranks. Ranks that exchange
-objects are threads of processes of this machine; nothing is extrapolated but the two lines of records, which are
-counts.
+Measured on this machine, in the shape of the tables in docs/evidence/benchmarks-parallel.md. Nodes have eight ranks.
+Ranks that exchange objects are threads of processes of this machine; nothing is extrapolated but the two lines of
+records, which are counts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ READMES = ("README.md", "README.zh-CN.md")
 MAX_LINES, MAX_WORDS = 200, 1100
 CHINESE, CHARACTERS_PER_WORD = r"[\u4e00-\u9fff]", 1.6
 BETWEEN_WORDS = rf"{CHINESE}|[\u3000-\u303f\uff00-\uffef]|\]\([^)]*\)"  # and punctuation, and targets of links
-# Only README and docs/status.md say it, so that one edit is enough on the day it is no longer true.
+# Only README and docs/evidence/status.md say it, so that one edit is enough on the day it is no longer true.
 NOT_ON_A_GPU = re.compile(
     r"(not|never|no|none)\b[^.|;:]{0,60}\b(run|ran|measured|tested|timed|trained)\b[^.|;:]{0,20}\bon (a |any )?GPUs?\b"
     r"|\bno GPU (has|run)\b|\bnever run\.|\bnot (yet|measured|tested|run)\b[^.|;]{0,12}\bneeds? (a )?GPUs?\b"
@@ -59,7 +59,8 @@ def test_the_gpu_script_takes_at_most_as_long_as_stated(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "row"), [("docs/comparison.md", "Training precision"), ("docs/comparison.zh-CN.md", "训练精度")]
+    ("page", "row"),
+    [("docs/evidence/comparison.md", "Training precision"), ("docs/evidence/comparison.zh-CN.md", "训练精度")],
 )
 def test_the_comparison_lists_the_precisions_of_a_recipe(page: str, row: str) -> None:
     [cell] = re.findall(rf"^\| {row} \| ([^|]+) \|", prose(page), re.MULTILINE)
@@ -99,4 +100,4 @@ def test_one_sentence_says_that_no_gpu_was_used() -> None:
     recipes = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/**/*.yaml"))
     texts = {page: prose(page).replace("\n#", " ") for page in (*PAGES, *recipes) if page != "CHANGELOG.md"}
     assert [page for page, text in texts.items() if NOT_ON_A_GPU.search(" ".join(text.split()))] == [*READMES]
-    assert "What has never run" in [text for _, text in headings("docs/status.md")]
+    assert "What has never run" in [text for _, text in headings("docs/evidence/status.md")]

@@ -15,9 +15,12 @@ PROOFS = {
     ("README.md", "python -m tests.chaos"): "chaos/test_chaos.py::test_a_job_survives_the_short_suite",
     ("README.md", "z2a bench parity"): "bench/test_parity.py::test_the_command_compares_the_layouts_that_it_is_given",
     ("README.md", "z2a blame"): "train/test_blame.py::test_losses_of_documents_add_up_to_the_loss_of_the_step",
-    ("docs/status.md", "python -m tests.oracle"): "oracle/test_oracle.py::test_every_layout",
-    ("docs/status.md", "z2a export"): "export/test_gguf.py::test_a_run_is_exported_compared_and_described",
-    ("docs/status.md", "test_published.py"): "planner/test_published.py::test_llama_2_7b_took_184320_gpu_hours",
+    ("docs/evidence/status.md", "python -m tests.oracle"): "oracle/test_oracle.py::test_every_layout",
+    ("docs/evidence/status.md", "z2a export"): "export/test_gguf.py::test_a_run_is_exported_compared_and_described",
+    (
+        "docs/evidence/status.md",
+        "test_published.py",
+    ): "planner/test_published.py::test_llama_2_7b_took_184320_gpu_hours",
     # Its cases are tests, and the gate runs those that are not marked long.
     ("SECURITY.md", "python -m tests.adversarial"): "adversarial/test_network.py::"
     "test_noise_gets_no_answer_and_leaves_no_trace",

@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.chaos.faults import FAULTS
 
 from reference_generator.architecture import CODE, layer_numbers, numbered, package_layers
+from reference_generator.evidence import MEASUREMENTS, fault_tables, measurements, parity_tables
 from reference_generator.gpus import gpu_table
 from reference_generator.how_large import HARDWARE, cpu_sizes, gpu_sizes
 from zero2all.base.plugins import builtin_names
@@ -151,7 +152,9 @@ FRAGMENTS: dict[str, Fragment] = {
     ),
     "bench-commands": lambda text, chinese: joined(bench_commands(), chinese),
     "gpus": gpu_table,
-    "fault-table": lambda text, chinese: same_names(text, (fault.name for fault in FAULTS), pattern=CELL),
+    "fault-tables": fault_tables,
+    "parity-tables": parity_tables,
+    **{f"measurements-{name}": lambda text, chinese, name=name: measurements(name, chinese) for name in MEASUREMENTS},
     "faults": lambda text, chinese: str(len(FAULTS)),
     "health-rules": lambda text, chinese: same_names(text, health_rules(), pattern=RULE),
     "prometheus": lambda text, chinese: same_names(text, (one.name.removeprefix("zero2all_") for one in FAMILIES)),

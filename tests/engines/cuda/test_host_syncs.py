@@ -1,6 +1,6 @@
 """What a GPU would compute, on fake CUDA tensors: no mix of devices, and no host sync.
 
-The backward pass needs a GPU: see docs/status.md.
+The backward pass needs a GPU: see docs/evidence/status.md.
 """
 
 from __future__ import annotations
