@@ -13,7 +13,7 @@ from types import ModuleType
 
 from tests.doc_pages import Page
 
-AREAS = ("start", "data", "train", "use", "scale", "survive", "explain", "evidence")
+AREAS = ("start", "data", "train", "use", "scale", "survive", "explain", "evidence", "contribute")
 
 
 def modules() -> Iterator[ModuleType]:

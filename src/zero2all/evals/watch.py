@@ -46,7 +46,7 @@ class WatchOptions:
     """Items of a benchmark, the same ones for every checkpoint."""
 
     def benchmarks(self) -> dict[str, PluginSpec]:
-        """By name."""
+        """Benchmarks by name."""
         tasks = () if self.data is None else self.tasks or find_tasks(self.data)
         return {split_spec(task)[0]: task for task in tasks}
 
