@@ -1,0 +1,1 @@
+"""Pages whose blocks run, by area of the documentation."""
