@@ -67,9 +67,12 @@ def plain_table(heads: list[str], rows: Iterable[list[str]]) -> str:
 
 def _source(one: dict[str, Any], chinese: bool) -> str:
     """The command, and in parentheses the machine and the commit."""
-    where = f"（{one['machine']}，`{one['commit']}`）" if chinese else f"({one['machine']}, `{one['commit']}`)"
+    where = f"（{one['machine']}，`{one['commit']}`）" if chinese else f" ({one['machine']}, `{one['commit']}`)"
     if len(one["command"]) == 1:
-        return f"`{one['command'][0]}` {where}"
+        return f"`{one['command'][0]}`{where}"
+    where = where.strip()
+    if not one["command"]:  # each row has its own
+        return where
     return f"{code(chr(10).join(one['command']))}\n\n{where}"
 
 
