@@ -292,7 +292,7 @@ def three_walls(w: Words) -> str:
 def loss_normal(w: Words) -> str:
     from picture_maker.explain_runs import loss_records
 
-    canvas = Canvas(980, 690, w("Six runs of the same small model; planted at step 80 (dashed)"))
+    canvas = Canvas(980, 712, w("Six runs of the same small model; planted at step 80 (dashed)"))
     names = {"good": w("good"), "lr": w("learning rate × 30"), "shuffled": w("shuffled targets"),
              "garbage": w("garbage for 3 steps"), "repeated": w("repeated batch"),
              "dead": w("a source without data")}  # fmt: skip
@@ -304,7 +304,7 @@ def loss_normal(w: Words) -> str:
             canvas.text(
                 x + 4, y + 234 + 17 * row, part, size=12, fill=colour(3) if name not in ("good", "garbage") else ""
             )
-    canvas.legend(54, 680, [("loss", colour(8)), ("en", colour(0)), ("zh", colour(1))])
+    canvas.legend(54, 700, [("loss", colour(8)), ("en", colour(0)), ("zh", colour(1))])
     return canvas.svg()
 
 

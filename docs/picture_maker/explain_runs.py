@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from rich.cells import cell_len
 
 from zero2all.base.charts.plot import Curve
 from zero2all.storyworld import generate_stories
@@ -27,6 +28,7 @@ from zero2all.track.run_locations import LocalRunLocation
 from zero2all.track.run_view import RunView
 
 RECORDS = Path(__file__).parents[2] / "tests" / "track" / "records"
+MAX_ROWS = 5  # of a finding
 GARBAGE = Path(__file__).with_name("garbage.jsonl.gz")
 T = TypeVar("T")
 
@@ -132,10 +134,8 @@ def _finding(run: dict[str, Any], rule: str, language: str, width: int = 46) -> 
         view = RunView(LocalRunLocation(directory))
         view.refresh()
         worst = next(one for one in check_health(view, directory) if one.what == rule)
-    if language == "zh":
-        text, width = f"{worst.level} {worst.what}：{worst.chinese}", 23
-        return [text[at : at + width] for at in range(0, len(text), width)][:4]
-    rows = [f"{worst.level.upper() if worst.level == 'bad' else worst.level} {worst.what}:"]
-    for word in worst.text.split():
-        rows = [*rows, word] if len(rows[-1]) + len(word) > width else [*rows[:-1], f"{rows[-1]} {word}"]
-    return rows[:4]
+    text = f"{worst.level} {worst.what}: {worst.chinese if language == 'zh' else worst.text}"
+    rows = [""]
+    for piece in re.findall(r"[!-~]+[：，；。？） ]*|.[：，；。？）]*", text):  # a word, or one Chinese character
+        rows = [*rows, piece] if cell_len(rows[-1] + piece.rstrip()) > width else [*rows[:-1], rows[-1] + piece]
+    return rows[:MAX_ROWS]
