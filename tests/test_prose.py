@@ -20,7 +20,7 @@ MAX_SENTENCE_WORDS, MAX_LONG_SENTENCES, MAX_SEMICOLONS = 30, 0.03, 1 / 500
 LONGER = {
     "docs/explain/bpe.md": (
         960,
-        "the algorithm, a worked example of all its merges, and what training does with memory",
+        "the algorithm, a worked example of all its merges, and the memory of training",
     ),
 }
 PRONOUNS = re.compile(r"\b(?:that|those) of\b", re.IGNORECASE)
