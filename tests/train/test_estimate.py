@@ -261,8 +261,8 @@ def test_recipes_are_valid_and_state_what_the_plan_prints(
     rates = shown["learning_rates"]
     assert f"{rates['lr']:.1e}".replace("e-0", "e-") in text
     assert f"{shown['stages'][0]['batch_tokens'] // 1024}Ki." in text
-    for page in ("README.md", "README.zh-CN.md"):
-        rows = (RECIPES / page).read_text(encoding="utf-8").splitlines()
-        [row] = [row for row in rows if row.startswith(f"| [{name}.yaml]({name}.yaml) |")]
+    for page in ("recipes.md", "recipes.zh-CN.md"):
+        rows = (RECIPES.parent / "docs" / "evidence" / page).read_text(encoding="utf-8").splitlines()
+        [row] = [row for row in rows if row.startswith(f"| [{name}.yaml](")]
         assert memory in row
         assert time in row
